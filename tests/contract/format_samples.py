@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,65 @@ def feather(folder: Path) -> Path:
     return folder / "data.feather"
 
 
+# Hugging Face datasets.
+
+
+def hf_features(table: Any) -> dict[str, Any]:
+    """Features as ``datasets`` writes them."""
+    return {part.name: _hf_feature(part.type) for part in table.schema}
+
+
+def _hf_feature(kind: Any) -> Any:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return {part.name: _hf_feature(part.type) for part in kind}
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        length = {"length": kind.list_size} if pa.types.is_fixed_size_list(kind) else {}
+        return {"feature": _hf_feature(kind.value_type), **length, "_type": "List"}
+    names = {"double": "float64", "float": "float32", "halffloat": "float16"}
+    return {"dtype": names.get(str(kind), str(kind)), "_type": "Value"}
+
+
+def hf_saved(folder: Path, table: Any, shards: int = 1, **state: Any) -> Path:
+    """A directory as ``Dataset.save_to_disk`` writes it."""
+    folder.mkdir(exist_ok=True)
+    names = [f"data-{index:05d}-of-{shards:05d}.arrow" for index in range(shards)]
+    rows = -(-table.num_rows // shards)
+    for index, name in enumerate(names):
+        hf_stream(folder / name, table.slice(index * rows, rows))
+    value = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_format_columns": None}
+    value |= {"_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None}
+    (folder / "state.json").write_text(json.dumps(value | state))
+    (folder / "dataset_info.json").write_text(json.dumps({"citation": "", "features": hf_features(table)}))
+    return folder
+
+
+def hf_stream(path: Path, table: Any) -> None:
+    import pyarrow as pa
+
+    notes = {"huggingface": json.dumps({"info": {"features": hf_features(table)}})}
+    with pa.ipc.new_stream(str(path), table.schema.with_metadata(notes)) as writer:
+        writer.write_table(table, max_chunksize=700)
+
+
+def hf_table() -> Any:
+    return common_table().drop_columns(["kind"])  # datasets has no dictionaries
+
+
+def hf_downloaded(folder: Path) -> Path:
+    """A directory as ``load_dataset`` caches it, with one split in two shards."""
+    table = hf_table().drop_columns(["when"])
+    lengths = [1500, table.num_rows - 1500]
+    for index, start in enumerate((0, 1500)):
+        hf_stream(folder / f"csv-train-{index:05d}-of-00002.arrow", table.slice(start, lengths[index]))
+    (folder / "cache-0123456789abcdef.arrow").write_bytes(b"what map() has cached")
+    split = {"name": "train", "num_examples": table.num_rows, "shard_lengths": lengths, "dataset_name": "csv"}
+    info = {"features": hf_features(table), "builder_name": "csv", "splits": {"train": split}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
 NOTES = {"made by": "a test"}  # attributes of the tables
 RAW = frozenset({"images", "labels", "group/deep/heatmaps", "group/flags", "scalar", "wave", "words"})
 
@@ -423,5 +483,7 @@ SAMPLES = [
     Sample("arrow", "arrow", arrow_ipc, table=read_ipc, attributes=NOTES),
     Sample("arrow-zstd", "arrow", lambda f: arrow_ipc(f, compression="zstd"), table=read_ipc, attributes=NOTES),
     Sample("arrow-stream", "arrow-stream", lambda f: arrow_ipc(f, stream=True), table=read_ipc, attributes=NOTES),
+    Sample("hf-saved", "hf-datasets", lambda f: hf_saved(f, hf_table(), 3), table=lambda _: hf_table()),
+    Sample("hf-downloaded", "hf-datasets", hf_downloaded, table=lambda _: hf_table().drop_columns(["when"])),
     Sample("feather", "arrow", feather, table=read_ipc, attributes=NOTES),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ zarr_reader          Zarr version 2 and 3
 lmdb_reader          LMDB, without its library
 parquet_reader       Parquet, its footer and page headers
 arrow_reader         Arrow IPC files and streams, Feather version 2
+hf_datasets_reader   directories of Hugging Face datasets
 hdf5_reader          HDF5: the reader itself, built from the following
 hdf5_open            open read-only, detect writers, translate h5py's errors
 hdf5_find_datasets   find datasets by name through groups and links

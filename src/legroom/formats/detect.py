@@ -21,6 +21,7 @@ from legroom.formats.format_registry import Candidate, Format, PluginFormat, fin
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC
 from legroom.messages import phrase, say
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
 _NAMES_READ = 10_000  # of a directory that is refused, to suggest a pattern
@@ -89,6 +90,11 @@ def _is_safetensors(one: Candidate) -> bool:
 
 def _contains(*names: str) -> Callable[[Path], bool]:
     return lambda path: any(os.path.lexists(path / name) for name in names)
+
+
+def _hf_dataset_files(path: Path) -> list[Path]:
+    files: list[Path] = lazy_import("legroom.formats.hf_datasets_reader").dataset_files(path)
+    return files
 
 
 # Asked in this order; the first that recognizes a file reads it.
@@ -167,6 +173,13 @@ FORMATS = (
         directory_files=lambda path: [path / "data.mdb"],  # lock.mdb changes when the database is read
         at_offsets=True,
         endings=(".mdb", ".lmdb"),
+    ),
+    Format(
+        "hf-datasets",
+        "legroom.formats.hf_datasets_reader:HfDatasetsReader",
+        "directories of Hugging Face datasets",
+        recognizes_directory=_contains("dataset_info.json", "dataset_dict.json"),
+        directory_files=_hf_dataset_files,
     ),
 )
 

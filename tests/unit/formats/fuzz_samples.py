@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from format_samples import (
     Sample,
+    hf_saved,
     ragged_pairs,
     read_h5,
     read_ipc,
@@ -136,6 +137,25 @@ def _read_lmdb(path: Path) -> Any:
     return read_lmdb(path)
 
 
+def _hf(folder: Path) -> Path:
+    return hf_saved(folder / "x", _table(), 2, _format_columns=["id", "text", "list", "pair"])
+
+
+def _read_hf(path: Path) -> Any:
+    import pyarrow as pa
+
+    if path.name == "x":  # not damaged: what was written is known without the library
+        files = sorted(path.glob("*.arrow"))
+        return pa.concat_tables([pa.ipc.open_stream(file.read_bytes()).read_all() for file in files])
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(str(path), keep_in_memory=True)
+    table, columns = dataset.data.table, dataset._format_columns
+    if columns is None or dataset._output_all_columns:
+        return table
+    return table.select([name for name in table.column_names if name in columns])
+
+
 TINY = [
     Sample("hdf5", "hdf5", _h5, read_h5),
     Sample("hdf5-latest", "hdf5", lambda f: _h5(f, libver="latest"), read_h5),
@@ -151,5 +171,6 @@ TINY = [
     Sample("parquet-plain", "parquet", lambda f: _parquet(f, use_dictionary=False), table=_read_parquet),
     Sample("arrow", "arrow", _ipc, table=read_ipc),
     Sample("arrow-stream", "arrow-stream", lambda f: _ipc(f, stream=True), table=read_ipc),
+    Sample("hf-datasets", "hf-datasets", _hf, table=_read_hf),
     Sample("arrow-zstd", "arrow", lambda f: _ipc(f, compression="zstd"), table=read_ipc),
 ]
