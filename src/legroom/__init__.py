@@ -4,6 +4,7 @@ The public names, each imported when it is first used, so that ``import legroom`
 from the top layer down:
 
 __main__      `python -m legroom`
+testing       tests for readers of data formats, to subclass
 cli           the command line: one file per command
 demo          `legroom demo`
 integrations  adapters for Lightning, Hugging Face, Accelerate, DeepSpeed and Ray

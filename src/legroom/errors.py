@@ -30,6 +30,7 @@
     │   │       └── ShortRead          short-read
     │   ├── TransferDamaged            transfer-damaged
     │   ├── UnknownFormat              unknown-format
+    │   ├── FormatPluginFailed         format-plugin-failed
     │   ├── DamagedSource              damaged-source
     │   ├── UnsupportedData            unsupported-data
     │   ├── SourceBeingWritten         source-being-written
@@ -302,6 +303,12 @@ class UnknownFormat(SourceError):
     """The file's format is not supported."""
 
     code = "unknown-format"
+
+
+class FormatPluginFailed(SourceError):
+    """A package that adds a data format failed, or described a file wrongly."""
+
+    code = "format-plugin-failed"
 
 
 class DamagedSource(SourceError):

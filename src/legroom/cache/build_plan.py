@@ -70,6 +70,7 @@ class BuildPlan:
     arrays: tuple[ArrayTarget, ...]
     tables: tuple[TableTarget, ...]
     attributes: Mapping[str, Any]
+    readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
 
     @property
     def targets(self) -> list[ArrayTarget | TableTarget]:
@@ -110,7 +111,8 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
         name = manifest.file_name(item.name, ".npy", taken)
         arrays.append(ArrayTarget(spec, name, manifest.npy_header(spec.shape, spec.dtype), pieces))
     named = [replace(table, file=manifest.file_name(table.spec.name, ".arrow", taken)) for table in tables]
-    return BuildPlan(first.format, tuple(arrays), tuple(named), first.attributes)
+    readers = tuple(sorted({one.reader for one in descriptions if one.reader is not None}))
+    return BuildPlan(first.format, tuple(arrays), tuple(named), first.attributes, readers or None)
 
 
 def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableTarget]:

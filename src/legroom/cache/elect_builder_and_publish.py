@@ -287,7 +287,9 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     for store in stores.found:
         if not asked.request.wants(store):
             continue
-        found = find_by_digest(asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash)
+        found = find_by_digest(
+            asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash, job.plan.readers
+        )
         if found is not None:
             if not source_identity.is_unchanged(job.source):
                 raise source_identity.source_changed_error(asked.source.paths[0])
@@ -314,7 +316,7 @@ def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> At
     return publish_entry(
         work,
         lambda options: _manifest(job, written, options),
-        entry_options(job.asked.request, job.source),
+        entry_options(job.asked.request, job.source, job.plan.readers),
         check=check,
         record=lambda key: _record(job, work.store, key),
     )
@@ -381,7 +383,7 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
     try:
         if job.sample:
             remembered_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
-        remembered_digests.write_record(store, job.source, job.digests, job.hashed_ns)
+        remembered_digests.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
     except OSError as problem:
         log.warning(
             "%s",

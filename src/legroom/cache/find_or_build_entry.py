@@ -342,8 +342,9 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
         record = remembered_digests.read_record(store, source)
         if record is None or not record.is_trusted(asked_ns):
             continue
+        readers = _installed(record.readers)
         for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
-            found = find_by_digest(request, source, store, record.digests[algorithm], algorithm)
+            found = find_by_digest(request, source, store, record.digests[algorithm], algorithm, readers)
             if found is not None:
                 return found
     return None
@@ -361,8 +362,9 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
         record = remembered_digests.read_record(store, source) if request.wants(store) else None
         if record is None or not record.is_trusted(asked_ns):
             continue
+        readers = _installed(record.readers)
         for algorithm, digest in record.digests.items():
-            for options in usable_options(request, source):
+            for options in usable_options(request, source, readers):
                 key = key_of(digest, algorithm, options)
                 held = lease(store, key)
                 if held is None:
@@ -378,9 +380,27 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
     return None
 
 
-def find_by_digest(request: OpenRequest, source: Source, store: Store, digest: str, algorithm: str) -> Attached | None:
-    """Attach the entry of that digest in that store. Damaged entries are moved to the trash."""
-    for options in usable_options(request, source):
+def _installed(readers: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The readers of other packages in their installed versions: an update may read the same bytes differently."""
+    if readers is None:
+        return None
+    found: tuple[str, ...] | None = lazy_import("legroom.formats.format_registry").installed_readers(readers)
+    return found
+
+
+def find_by_digest(
+    request: OpenRequest,
+    source: Source,
+    store: Store,
+    digest: str,
+    algorithm: str,
+    readers: tuple[str, ...] | None = None,
+) -> Attached | None:
+    """Attach the entry of that digest in that store. Damaged entries are moved to the trash.
+
+    ``readers`` are those of other packages that read the source; None: Legroom's own.
+    """
+    for options in usable_options(request, source, readers):
         key = key_of(digest, algorithm, options)
         while True:
             try:
@@ -404,19 +424,19 @@ def find_by_digest(request: OpenRequest, source: Source, store: Store, digest: s
     return None
 
 
-def usable_options(request: OpenRequest, source: Source) -> Iterator[Options]:
+def usable_options(request: OpenRequest, source: Source, readers: tuple[str, ...] | None) -> Iterator[Options]:
     """The options of every entry that can serve the request, the whole source first."""
     order = row_order(source)
     for version in (None, FORMAT):
-        yield Options(None, order, version)
+        yield Options(None, order, version, readers)
         if request.keys is not None:
-            yield replace(entry_options(request, source), version=version)
+            yield replace(entry_options(request, source, readers), version=version)
 
 
-def entry_options(request: OpenRequest, source: Source) -> Options:
+def entry_options(request: OpenRequest, source: Source, readers: tuple[str, ...] | None = None) -> Options:
     """The options of the entry that this request would build."""
     keys = None if request.keys is None else tuple(sorted(set(request.keys)))
-    return Options(keys, row_order(source))
+    return Options(keys, row_order(source), readers=readers)
 
 
 def row_order(source: Source) -> tuple[int, ...] | None:

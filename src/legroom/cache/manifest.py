@@ -91,12 +91,14 @@ class Options:
     keys: tuple[str, ...] | None = None
     order: tuple[int, ...] | None = None  # rows of several files, where not in the order of the digest
     version: int | None = None  # built beside an entry of a newer format
+    readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
 
     @property
     def suffix(self) -> str:
         if self == Options():
             return ""
-        text = json.dumps([self.keys, self.order, self.version])
+        plugins = [] if self.readers is None else [self.readers]
+        text = json.dumps([self.keys, self.order, self.version, *plugins])
         return "-" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -182,6 +184,7 @@ def to_json(manifest: Manifest) -> bytes:
             "keys": manifest.options.keys,
             "order": manifest.options.order,
             "version": manifest.options.version,
+            "readers": manifest.options.readers,
         },
         "source": {
             "paths": manifest.paths,
@@ -268,6 +271,7 @@ def from_json(data: bytes, key: str) -> Manifest:
             keys=_optional(options.get("keys"), _texts),
             order=_optional(options.get("order"), _ints),
             version=_optional(options.get("version"), lambda value: _int(value, "version")),
+            readers=_optional(options.get("readers"), _texts),
         ),
         paths=_texts(source.get("paths")),
         stamps=_texts(source.get("stamps")),

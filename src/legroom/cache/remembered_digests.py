@@ -49,6 +49,7 @@ class SourceRecord:
     paths: tuple[str, ...]
     referenced: tuple[tuple[str, str], ...] = ()  # (path, stamp) of referenced files
     lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
+    readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
 
     def is_trusted(self, asked_ns: int) -> bool:
         """Whether a request made at ``asked_ns`` may use it."""
@@ -126,17 +127,20 @@ def _parse(value: Any, name: str) -> SourceRecord | None:
         Lookup(kind, name, Path(holder), None if found is None else Path(found))
         for kind, name, holder, found in value["lookups"]
     )
-    texts = (*paths, *(part for pair in behind for part in pair), *(one.name for one in lookups))
+    readers = None if value.get("readers") is None else tuple(value["readers"])
+    texts = (*paths, *(readers or ()), *(part for pair in behind for part in pair), *(one.name for one in lookups))
     if not digests or not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
         return None
-    return SourceRecord(digests, *numbers, paths, behind, lookups)
+    return SourceRecord(digests, *numbers, paths, behind, lookups, readers)
 
 
 def _is_digest(name: str, text: Any) -> bool:
     return isinstance(text, str) and len(text) == DIGITS.get(name) and not set(text) - set("0123456789abcdef")
 
 
-def write_record(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: int) -> None:
+def write_record(
+    store: Store, source: Source, digests: Mapping[str, str], hashed_ns: int, readers: tuple[str, ...] | None = None
+) -> None:
     """Replace the source's record by rename.
 
     Under the store's lock, so a temporary file that is seen under it was left by a killed process.
@@ -153,6 +157,7 @@ def write_record(store: Store, source: Source, digests: Mapping[str, str], hashe
             [one.kind, one.name, os.fspath(one.holder), None if one.found is None else os.fspath(one.found)]
             for one in source.lookups
         ],
+        "readers": readers,
     }
     with store_lock(store):
         body = json.dumps(value).removeprefix("{").encode("ascii")

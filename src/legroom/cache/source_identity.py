@@ -276,11 +276,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def _walk(path: Path, name: str, files: list[StampedFile], folders: list[StampedFile]) -> None:
-    """Stamp everything below a directory, following symbolic links as its reader does."""
+    """Stamp the files of a directory that its format names, or everything below it, following symbolic links."""
     with import_lock:  # imported here: it imports the readers' base class, which attaching does not need
-        from legroom.formats.detect import require_zarr_store
+        from legroom.formats.detect import directory_files
 
-    require_zarr_store(path)
+    listed = directory_files(path)
+    if listed is not None:
+        files += [stamp_file(one, (Path(name) / one.relative_to(path)).as_posix()) for one in listed]
+        return
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
     reached: set[tuple[int, int]] = set()
     again = 0

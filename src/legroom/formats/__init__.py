@@ -1,7 +1,8 @@
 """Readers of data files: describe a file without loading it, then read arrays into memory that the caller gives.
 
 base_reader          what a reader is: base class, records that describe a file, Selection (keys=[...])
-detect               open_source(): recognize the format by the file's bytes and open the right reader
+detect               our own formats; open_source(): recognize one by the file's bytes and open the right reader
+format_registry      what a format is, and the formats that other packages add by an entry point
 data_file            a file read at offsets; errors for missing, unreadable, truncated and damaged files
 fill_arrays          fill the caller's arrays: threads, byte order
 decoding_memory      the memory that decoding may take at once: a chunk waits until it fits beside the others
@@ -11,8 +12,10 @@ npy_reader           .npy and .npz
 safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
 zarr_reader          Zarr version 2 and 3
+lmdb_reader          LMDB, without its library
 parquet_reader       Parquet, its footer and page headers
 arrow_reader         Arrow IPC files and streams, Feather version 2
+hf_datasets_reader   directories of Hugging Face datasets
 hdf5_reader          HDF5: the reader itself, built from the following
 hdf5_open            open read-only, detect writers, translate h5py's errors
 hdf5_find_datasets   find datasets by name through groups and links
@@ -21,4 +24,58 @@ hdf5_types           HDF5 types as numpy dtypes
 hdf5_filters         undo deflate, shuffle and fletcher32 without HDF5
 hdf5_chunks          decode chunked datasets in threads, into an array or as slabs
 hdf5_vlen            strings and sequences of variable length, and the global heaps that hold them
+
+The names that a reader in another package needs are imported at first use: ``from legroom.formats import BaseReader``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+    from legroom.formats.data_file import SourceFile, damaged
+    from legroom.formats.format_registry import Candidate, Format
+    from legroom.formats.table_reader import TableReader
+
+_HOMES = {
+    "ArraySpec": "base_reader",
+    "BaseReader": "base_reader",
+    "Candidate": "format_registry",
+    "Description": "base_reader",
+    "Extent": "base_reader",
+    "Format": "format_registry",
+    "Selection": "base_reader",
+    "Slab": "base_reader",
+    "SourceFile": "data_file",
+    "TableReader": "table_reader",
+    "TableSpec": "base_reader",
+    "damaged": "data_file",
+}
+__all__ = [
+    "ArraySpec",
+    "BaseReader",
+    "Candidate",
+    "Description",
+    "Extent",
+    "Format",
+    "Selection",
+    "Slab",
+    "SourceFile",
+    "TableReader",
+    "TableSpec",
+    "damaged",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'legroom.formats' has no attribute {name!r}")
+    from legroom.system.lazy_and_optional_imports import lazy_import
+
+    value = globals()[name] = getattr(lazy_import(f"legroom.formats.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,8 @@
 """What a reader of data files is: the records it returns, which keys it reads, and the base class of every format.
 
 This is the interface between file formats and the rest of Legroom. To add a format, subclass BaseReader, implement the
-methods under "Implemented by each format", and register the class in detect.py.
+methods under "Implemented by each format", and register the class: in detect.py, or from another package by an entry
+point (format_registry.py).
 
 Rules for every reader:
 - Arrays are native-endian and in C order, whatever the file holds.
@@ -113,6 +114,7 @@ class Description:
     # Every file that the data come from, the opened one first. A directory stands for everything below it.
     files: tuple[Path, ...]
     lookups: tuple[Lookup, ...] = ()  # how the further files were found
+    reader: str | None = None  # the package and version of a reader that is not Legroom's; set by format_registry.py
 
     @property
     def nbytes(self) -> int:

@@ -1,14 +1,15 @@
 """Open a data file by its content, not by its name: recognize the format, then create its reader.
 
-Refuses formats that run code when read (pickle) or need guessing (CSV). A directory must be a Zarr store;
-nothing below it is listed, since it may be large.
+``FORMATS`` lists our own formats, one record each. Where none of them recognizes a file, the formats that other
+packages have registered are asked (format_registry.py). Formats that run code when read (pickle) or need guessing (CSV)
+are refused. Nothing below a directory is listed to recognize it, since it may be large.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -16,32 +17,15 @@ from legroom.errors import UnknownFormat, UnreadableSource
 from legroom.formats.base_reader import BaseReader, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.format_registry import Candidate, Format, PluginFormat, find_plugin
 from legroom.formats.hdf5_open import signature_at
-from legroom.formats.npy_reader import NPY_MAGIC, member_infos
+from legroom.formats.npy_reader import NPY_MAGIC
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
-READABLE = phrase(
-    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints"
-)
-
-_READERS = {  # format → module of this package, class
-    "hdf5": ("hdf5_reader", "Hdf5Reader"),
-    "npy": ("npy_reader", "NpyReader"),
-    "npz": ("npy_reader", "NpzReader"),
-    "parquet": ("parquet_reader", "ParquetReader"),
-    "arrow": ("arrow_reader", "ArrowReader"),
-    "safetensors": ("safetensors_reader", "SafetensorsReader"),
-    "torch": ("torch_reader", "TorchReader"),
-    "zarr": ("zarr_reader", "ZarrReader"),
-}
-# Read through SourceFile at offsets alone, so also while the file is being downloaded, and only where it is needed.
-_AT_OFFSETS = ("npy", "npz", "safetensors", "torch")
-_ON_DEMAND = ("hdf5", "parquet")  # these too with keys=; their libraries read them through a stream then
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
-_DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr")
 _NAMES_READ = 10_000  # of a directory that is refused, to suggest a pattern
-_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_ZIP = b"PK\x03\x04", b"PK\x05\x06"
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip -k"),
     b"BZh": ("bzip2", "bunzip2 -k"),
@@ -63,6 +47,142 @@ _HINTS = {
     b"MATLAB 5": (phrase("it is a MATLAB 5 file"), phrase("save it in MATLAB with -v7.3, which is HDF5")),
 }
 
+# How our own formats are recognized.
+
+
+def _starts_with(mark: bytes) -> Callable[[Candidate], bool]:
+    return lambda one: one.head.startswith(mark)
+
+
+def _starts_and_ends_with(mark: bytes, name: str) -> Callable[[Candidate], bool]:
+    def recognizes(one: Candidate) -> bool:
+        if not one.head.startswith(mark):
+            return False
+        tail = one.read_at(max(0, one.size - len(mark)), min(len(mark), one.size))
+        if tail != mark or one.size < 3 * len(mark):
+            raise damaged(
+                one.path,
+                say(
+                    "it starts as {name} but ends with {tail!r} instead of {mark!r}: the file is truncated",
+                    name=name,
+                    tail=tail,
+                    mark=mark,
+                ),
+            )
+        return True
+
+    return recognizes
+
+
+def _has_member(*endings: str) -> Callable[[Candidate], bool]:
+    return lambda one: any(name.endswith(endings) for name in one.members)
+
+
+def _is_arrow_stream(one: Candidate) -> bool:
+    """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message."""
+    length = int.from_bytes(one.head[4:8], "little")
+    return one.head.startswith(b"\xff\xff\xff\xff") and 0 < length < 1 << 28 and length % 8 == 0
+
+
+def _is_safetensors(one: Candidate) -> bool:
+    return one.head[8:9] == b"{" and int.from_bytes(one.head[:8], "little") < 1 << 32
+
+
+def _contains(*names: str) -> Callable[[Path], bool]:
+    return lambda path: any(os.path.lexists(path / name) for name in names)
+
+
+def _hf_dataset_files(path: Path) -> list[Path]:
+    files: list[Path] = lazy_import("legroom.formats.hf_datasets_reader").dataset_files(path)
+    return files
+
+
+# Asked in this order; the first that recognizes a file reads it.
+FORMATS = (
+    Format(
+        "npy",
+        "legroom.formats.npy_reader:NpyReader",
+        recognizes=_starts_with(NPY_MAGIC),
+        at_offsets=True,
+        endings=(".npy",),
+    ),
+    Format(
+        "zarr",
+        "legroom.formats.zarr_reader:ZarrReader",
+        "Zarr v2 and v3",
+        recognizes=lambda one: any(name in one.members for name in ZARR_FILES),
+        recognizes_directory=_contains(*ZARR_FILES),
+        endings=(".zarr",),
+    ),
+    Format(
+        "npz",
+        "legroom.formats.npy_reader:NpzReader",
+        recognizes=_has_member(".npy"),
+        at_offsets=True,
+        endings=(".npz",),
+    ),
+    Format(
+        "torch",
+        "legroom.formats.torch_reader:TorchReader",
+        "torch checkpoints",
+        recognizes=_has_member("data.pkl"),
+        at_offsets=True,
+    ),
+    Format(
+        "parquet",
+        "legroom.formats.parquet_reader:ParquetReader",
+        "Parquet",
+        recognizes=_starts_and_ends_with(b"PAR1", "Parquet"),
+        at_offsets_with_keys=True,
+        endings=(".parquet",),
+    ),
+    Format(
+        "arrow",
+        "legroom.formats.arrow_reader:ArrowReader",
+        "Arrow IPC (file, stream, Feather v2)",
+        recognizes=_starts_and_ends_with(b"ARROW1", "Arrow IPC"),
+        endings=(".arrow", ".feather"),
+    ),
+    Format(
+        "hdf5",
+        "legroom.formats.hdf5_reader:Hdf5Reader",
+        "HDF5",
+        recognizes=lambda one: signature_at(one.file) is not None,
+        at_offsets_with_keys=True,
+        endings=(".h5", ".hdf5"),
+    ),
+    Format(
+        "arrow-stream",
+        "legroom.formats.arrow_reader:ArrowReader",
+        "Arrow IPC (file, stream, Feather v2)",
+        recognizes=_is_arrow_stream,
+    ),
+    Format(
+        "safetensors",
+        "legroom.formats.safetensors_reader:SafetensorsReader",
+        recognizes=_is_safetensors,
+        at_offsets=True,
+        endings=(".safetensors",),
+    ),
+    Format(
+        "lmdb",
+        "legroom.formats.lmdb_reader:LmdbReader",
+        "LMDB",
+        recognizes=lambda one: one.head[16:20] == b"\xde\xc0\xef\xbe",
+        recognizes_directory=_contains("data.mdb"),
+        directory_files=lambda path: [path / "data.mdb"],  # lock.mdb changes when the database is read
+        at_offsets=True,
+        endings=(".mdb", ".lmdb"),
+    ),
+    Format(
+        "hf-datasets",
+        "legroom.formats.hf_datasets_reader:HfDatasetsReader",
+        "directories of Hugging Face datasets",
+        recognizes_directory=_contains("dataset_info.json", "dataset_dict.json"),
+        directory_files=_hf_dataset_files,
+    ),
+)
+
 
 def open_source(
     path: str | os.PathLike[str], keys: str | Iterable[str] | None = None, memory: DecodingMemory = UNLIMITED
@@ -70,26 +190,21 @@ def open_source(
     """Open a data file.
 
     Args:
-        path: The file, or the directory of a Zarr store.
+        path: The file, or a directory of a format that has directories (Zarr).
         keys: The items, or groups of items, to read; None: all.
         memory: What describing and decoding may take.
     """
-    reader = _reader(Path(path), Selection(keys))
-    reader.memory = memory
-    return reader
-
-
-def _reader(path: Path, selection: Selection) -> BaseReader:
-    if _is_directory(path):
-        require_zarr_store(path)
-        return _open("zarr", path, selection)
-    with SourceFile(path) as file:
+    found, selection = Path(path), Selection(keys)
+    if _is_directory(found):
+        return directory_format(found).open(found, selection, memory)
+    with SourceFile(found) as file:
         if file.size == 0:
-            raise damaged(path, say("it is empty (0 bytes)"))
-        kind = _kind(file)
-        if kind not in _AT_OFFSETS and not (kind in _ON_DEMAND and selection.keys is not None):
+            raise damaged(found, say("it is empty (0 bytes)"))
+        known = _file_format(Candidate(file))
+        plain = known.format if isinstance(known, PluginFormat) else known
+        if not plain.reads_at_offsets(selection):
             file.wait_for_all()
-    return _open(kind, path, selection)
+    return known.open(found, selection, memory)
 
 
 def _is_directory(path: Path) -> bool:
@@ -99,61 +214,39 @@ def _is_directory(path: Path) -> bool:
         raise unreadable(path, problem) from problem
 
 
-def _kind(file: SourceFile) -> str:
-    head = file.read_at(0, min(64, file.size))
-    if head.startswith(NPY_MAGIC):
-        return "npy"
+def _file_format(candidate: Candidate) -> Format | PluginFormat:
+    for known in FORMATS:
+        if known.recognizes is not None and known.recognizes(candidate):
+            return known
+    plugin = find_plugin(lambda one: one.recognizes(candidate), candidate.path)
+    if plugin is None:
+        raise _unknown(candidate)
+    return plugin
+
+
+def directory_format(path: Path) -> Format | PluginFormat:
+    """The format of a directory. Raises UnreadableSource, with a pattern of the data files in it, if it has none."""
+    for known in FORMATS:
+        if known.recognizes_directory is not None and known.recognizes_directory(path):
+            return known
+    plugin = find_plugin(lambda one: one.recognizes_directory(path), path)
+    if plugin is None:
+        raise _unknown_directory(path)
+    return plugin
+
+
+def directory_files(path: Path) -> Sequence[Path] | None:
+    """The files that hold a directory's data; None: everything below it."""
+    known = directory_format(path)
+    if known.directory_files is None:
+        return None
+    return known.directory_files(path)
+
+
+def _unknown(candidate: Candidate) -> UnknownFormat:
+    path, head, why, fix = candidate.path, candidate.head, "", ""
     if head.startswith(_ZIP):
-        return _zip_kind(file, head)
-    if head.startswith(b"PAR1"):
-        _require_end(file, b"PAR1", "Parquet")
-        return "parquet"
-    if head.startswith(b"ARROW1"):
-        _require_end(file, b"ARROW1", "Arrow IPC")
-        return "arrow"
-    if signature_at(file) is not None:
-        return "hdf5"
-    if _is_stream(head):
-        return "arrow"
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
-        return "safetensors"
-    raise _unknown(file.path, head)
-
-
-def _require_end(file: SourceFile, mark: bytes, name: str) -> None:
-    tail = file.read_at(max(0, file.size - len(mark)), min(len(mark), file.size))
-    if tail != mark or file.size < 3 * len(mark):
-        raise damaged(
-            file.path,
-            say(
-                "it starts as {name} but ends with {tail!r} instead of {mark!r}: the file is truncated",
-                name=name,
-                tail=tail,
-                mark=mark,
-            ),
-        )
-
-
-def _is_stream(head: bytes) -> bool:
-    """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message."""
-    length = int.from_bytes(head[4:8], "little")
-    return head.startswith(b"\xff\xff\xff\xff") and 0 < length < 1 << 28 and length % 8 == 0
-
-
-def _zip_kind(file: SourceFile, head: bytes) -> str:
-    names = [info.filename for info in member_infos(file)]
-    if any(name in ZARR_FILES for name in names):
-        return "zarr"
-    if any(name.endswith(".npy") for name in names):
-        return "npz"
-    if any(name.endswith("data.pkl") for name in names):
-        return "torch"
-    raise _unknown(
-        file.path, head, say("it is a zip archive without .npy members"), say("extract it and pass one of its files")
-    )
-
-
-def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFormat:
+        why, fix = say("it is a zip archive without .npy members"), say("extract it and pass one of its files")
     for mark, (name, command) in _COMPRESSED.items():
         if not why and head.startswith(mark):
             why = say("the whole file is compressed with {name}", name=name)
@@ -162,31 +255,23 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
+    readable = ", ".join(dict.fromkeys(one.title or one.name for one in FORMATS))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
-        fix=(*([fix] if fix else []), say("convert it to one of: {readable}", readable=say(READABLE))),
+        fix=(*([fix] if fix else []), say("convert it to one of: {readable}", readable=readable)),
     )
 
 
-def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
-    """Import the format's module now, and create its reader."""
-    module, name = _READERS[kind]
-    reader: BaseReader = getattr(lazy_import("legroom.formats." + module), name)(path, selection)
-    return reader
-
-
-def require_zarr_store(path: Path) -> None:
-    """Raise UnreadableSource for a directory that is not a Zarr store, with a pattern of the data files in it."""
-    if any(os.path.lexists(path / mark) for mark in ZARR_FILES):
-        return
-    found = Counter(ending for name in _names(path) if (ending := os.path.splitext(name)[1]) in _DATA)
+def _unknown_directory(path: Path) -> UnreadableSource:
+    data = {ending for one in FORMATS for ending in one.endings}
+    found = Counter(ending for name in _names(path) if (ending := os.path.splitext(name)[1]) in data)
     if found:
         pattern = path / f"*{found.most_common(1)[0][0]}"
         fix = say("pass the files in it as a pattern: '{pattern}'", pattern=pattern)
     else:
         fix = say("pass a file in it")
-    raise UnreadableSource(
+    return UnreadableSource(
         say("cannot read {path}", path=path),
         why=say("it is a directory but not a Zarr store: it has no .zgroup, .zarray or zarr.json"),
         fix=(fix,),

@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from format_samples import Sample, read_h5, read_ipc, read_npy, read_npz, read_safetensors, read_zarr
+from format_samples import (
+    Sample,
+    hf_saved,
+    ragged_pairs,
+    read_h5,
+    read_ipc,
+    read_lmdb,
+    read_npy,
+    read_npz,
+    read_safetensors,
+    read_zarr,
+)
+from lmdb_files import write_lmdb
 
 
 def _h5(folder: Path, **options: Any) -> Path:
@@ -109,6 +121,41 @@ def _ipc(folder: Path, stream: bool = False, compression: str | None = None) -> 
     return folder / "x"
 
 
+_ENTRIES = {b"%03d" % row: b"v" * (row % 5 * 11) for row in range(40)} | {
+    b"big": bytes(range(256)) * 3,
+    b"wide": b"w" * 700,
+}
+
+
+def _lmdb(folder: Path) -> Path:
+    return write_lmdb(folder / "x", _ENTRIES, page=512)  # the smallest page: little of the file is padding
+
+
+def _read_lmdb(path: Path) -> Any:
+    if path.name == "x":  # not damaged: what was written is known without the library
+        return ragged_pairs(_ENTRIES)
+    return read_lmdb(path)
+
+
+def _hf(folder: Path) -> Path:
+    return hf_saved(folder / "x", _table(), 2, _format_columns=["id", "text", "list", "pair"])
+
+
+def _read_hf(path: Path) -> Any:
+    import pyarrow as pa
+
+    if path.name == "x":  # not damaged: what was written is known without the library
+        files = sorted(path.glob("*.arrow"))
+        return pa.concat_tables([pa.ipc.open_stream(file.read_bytes()).read_all() for file in files])
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(str(path), keep_in_memory=True)
+    table, columns = dataset.data.table, dataset._format_columns
+    if columns is None or dataset._output_all_columns:
+        return table
+    return table.select([name for name in table.column_names if name in columns])
+
+
 TINY = [
     Sample("hdf5", "hdf5", _h5, read_h5),
     Sample("hdf5-latest", "hdf5", lambda f: _h5(f, libver="latest"), read_h5),
@@ -119,9 +166,11 @@ TINY = [
     Sample("torch", "torch", _torch, _read_torch),
     Sample("zarr-2", "zarr", lambda f: _zarr(f, 2), read_zarr),
     Sample("zarr-3", "zarr", lambda f: _zarr(f, 3), read_zarr),
+    Sample("lmdb", "lmdb", _lmdb, _read_lmdb),
     Sample("parquet", "parquet", _parquet, table=_read_parquet),
     Sample("parquet-plain", "parquet", lambda f: _parquet(f, use_dictionary=False), table=_read_parquet),
     Sample("arrow", "arrow", _ipc, table=read_ipc),
     Sample("arrow-stream", "arrow-stream", lambda f: _ipc(f, stream=True), table=read_ipc),
+    Sample("hf-datasets", "hf-datasets", _hf, table=_read_hf),
     Sample("arrow-zstd", "arrow", lambda f: _ipc(f, compression="zstd"), table=read_ipc),
 ]

@@ -81,10 +81,28 @@ def damaged(data: bytes, how: Any) -> bytes:
     return bytes(changed)
 
 
+def files_of(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def copied(path: Path, files: list[Path], content: bytes) -> Path:
+    """A copy of a file, or of the files of a directory, with this content from one to the next."""
+    copy = path.with_name("damaged")
+    if path.is_dir():
+        copy.mkdir(exist_ok=True)
+    at = 0
+    for file in files:
+        size = file.stat().st_size
+        (copy / file.relative_to(path)).write_bytes(content[at : at + size])
+        at += size
+    return copy
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="select needs pipes that Windows does not have")
 @pytest.mark.parametrize("sample", TINY, ids=str)
 def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Child], tmp_path: Path) -> None:
-    good = sample.write(tmp_path).read_bytes()
+    files = files_of(sample.write(tmp_path))
+    good = b"".join(file.read_bytes() for file in files)
     before = children["ours"].ask(sample.name, tmp_path / "x")
     assert before["kind"] == "data", before
     assert before == children["reference"].ask(sample.name, tmp_path / "x")
@@ -92,8 +110,7 @@ def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Ch
     @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(how=damage)
     def check(how: Any) -> None:
-        path = tmp_path / "damaged"
-        path.write_bytes(damaged(good, how))
+        path = copied(tmp_path / "x", files, damaged(good, how))
         answer = children["ours"].ask(sample.name, path)
         assert answer["kind"] in ("error", "data", "huge"), answer
         if answer["kind"] != "data":

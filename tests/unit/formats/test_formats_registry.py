@@ -1,0 +1,259 @@
+"""Formats that other packages add by an entry point: read everywhere, never instead of our own, and blamed by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import legroom
+from legroom.cli.main import run
+from legroom.errors import DamagedSource, FormatPluginFailed, UnknownFormat, UnreadableSource
+from legroom.formats.detect import FORMATS, open_source
+from legroom.formats.format_registry import GROUP
+
+READER = """
+import numpy as np
+from legroom.formats import ArraySpec, BaseReader, Description, Extent, Format, SourceFile, damaged
+
+SCALE = 1
+
+
+class PointsReader(BaseReader):
+    def __init__(self, path, selection):
+        super().__init__(path, selection)
+        self.file = SourceFile(path)
+
+    def _describe(self):
+        rows = int.from_bytes(self.file.read_at(4, 4), "little")
+        if self.file.size != 8 + 12 * rows:
+            raise damaged(self.path, f"{rows} rows need {8 + 12 * rows} bytes, it has {self.file.size}")
+        return Description("points", (ArraySpec("xyz", (rows, 3), np.dtype("f4")),), {"unit": "m"}, (self.path,))
+
+    def _extent(self, spec):
+        return Extent(self.path, 8, spec.nbytes) if SCALE == 1 else None
+
+    def _read(self, spec, out, progress):
+        self.file.read_into(8, memoryview(out).cast("B"))
+        out *= SCALE
+        progress(spec.nbytes)
+
+    def descriptors(self):
+        return [self.file.fileno()]
+
+    def _close(self):
+        self.file.close()
+
+
+FORMAT = Format("points", PointsReader, recognizes=lambda one: one.head.startswith(b"PNTS"), at_offsets=True)
+"""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Write a package and its metadata as pip would, into a folder of sys.path."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    modules: set[str] = set()
+
+    def put(text: str, package: str = "acme_points", version: str = "1.0", point: str = "FORMAT") -> None:
+        (site / f"{package}.py").write_text(text)
+        for old in site.glob(f"{package}-*.dist-info/*"):
+            old.unlink()
+        info = site / f"{package}-{version}.dist-info"
+        for old in site.glob(f"{package}-*.dist-info"):
+            old.rmdir()
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{package} = {package}:{point}\n")
+        sys.modules.pop(package, None)
+        importlib.invalidate_caches()
+        modules.add(package)
+
+    yield put
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+def points(folder: Path, rows: int = 50) -> tuple[Path, np.ndarray[Any, Any]]:
+    array = np.arange(3 * rows, dtype="f4").reshape(rows, 3)
+    path = folder / "data.pts"
+    path.write_bytes(b"PNTS" + rows.to_bytes(4, "little") + array.tobytes())
+    return path, array
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("shm", "disk"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("LEGROOM_SHM", str(tmp_path / "shm"))
+    monkeypatch.setenv("LEGROOM_DIR", str(tmp_path / "disk"))
+
+
+def test_a_registered_format_is_opened_cached_batched_and_checked(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, array = points(tmp_path)
+    with pytest.raises(UnknownFormat):
+        legroom.open(path)
+    install(READER)
+    data = legroom.open(path)
+    np.testing.assert_array_equal(data["xyz"], array)
+    assert data.info.format == "points" and data.info.attributes == {"unit": "m"}
+    batches = list(data.batches(7, shuffle=False, device="cpu", format="numpy"))
+    np.testing.assert_array_equal(np.concatenate([batch["xyz"] for batch in batches]), array)
+    data.close()
+    assert run(["cache", "load", str(path), "--json"]) == 0
+    assert '"points"' in capsys.readouterr().out
+    assert run(["check", "--data", str(path), "--batch", "4", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_several_files_and_a_process_without_the_cache(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "b").mkdir()
+    (first, array), (second, _) = points(tmp_path), points(tmp_path / "b", 20)
+    install(READER)
+    assert legroom.open([first, second])["xyz"].shape == (70, 3)
+    np.testing.assert_array_equal(legroom.open(first, backing="inplace")["xyz"], array)
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    np.testing.assert_array_equal(legroom.open(first)["xyz"], array)
+
+
+def test_another_version_of_the_package_has_an_entry_of_its_own(install: Install, tmp_path: Path) -> None:
+    path, array = points(tmp_path)
+    install(READER)
+    first = legroom.open(path)
+    install(READER.replace("SCALE = 1", "SCALE = 2"), version="2.0")
+    second = legroom.open(path)
+    np.testing.assert_array_equal(second["xyz"], 2 * array)
+    assert first.info.key != second.info.key and first.info.digest == second.info.digest
+    install(READER)
+    again = legroom.open(path)
+    np.testing.assert_array_equal(again["xyz"], array)
+    assert again.info.key == first.info.key
+
+
+def test_attaching_reads_no_file_again(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import time
+
+    path, array = points(tmp_path)
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    install(READER)
+    ages = [time.time_ns(), time.time_ns() + 5_000_000_000]
+    monkeypatch.setattr(time, "time_ns", lambda: ages[-1])  # ctime cannot be set: two seconds must have passed
+    legroom.open(path).close()
+    monkeypatch.setattr("legroom.cache.elect_builder_and_publish.build", lambda *_, **__: pytest.fail("built again"))
+    np.testing.assert_array_equal(legroom.open(path)["xyz"], array)
+
+
+def test_our_own_formats_are_not_taken_over(install: Install, tmp_path: Path) -> None:
+    install("raise RuntimeError('imported')")
+    np.save(tmp_path / "a.npy", np.arange(4))
+    with open_source(tmp_path / "a.npy") as reader:
+        assert reader.describe().format == "npy"
+    assert "acme_points" not in sys.modules
+
+
+BROKEN = {
+    "cannot be imported": ("import no_such_module_at_all", "no_such_module_at_all"),
+    "another object": ("FORMAT = 3", "not a legroom.formats.Format"),
+    "no such object": ("", "FORMAT"),
+    "fails to recognize": (READER.replace('one.head.startswith(b"PNTS")', "1 / 0"), "ZeroDivisionError"),
+    "another class": (READER.replace('Format("points", PointsReader', 'Format("points", dict'), "TypeError"),
+    "fails to describe": (READER.replace("rows = int", "rows = 1 // 0 + int"), "ZeroDivisionError"),
+    "another format": (READER.replace('Description("points"', 'Description("npy"'), "registered is 'points'"),
+    "objects": (READER.replace('np.dtype("f4")', 'np.dtype("O")'), "no objects"),
+    "a shape of floats": (READER.replace("(rows, 3)", "(rows / 1, 3)"), "shape"),
+    "not JSON": (READER.replace('{"unit": "m"}', '{"unit": b"m"}'), "JSON"),
+    "half of a ragged pair": (READER.replace('"f4"))', '"f4"), ragged="xyz")'), "ragged"),
+    "a file elsewhere": (READER.replace("(self.path,))", '(self.path, self.path.parent / "other"))'), "outside"),
+    "an extent too long": (READER.replace("Extent(self.path, 8,", "Extent(self.path, 9,"), "ends after the file"),
+    "fails to read": (
+        READER.replace("SCALE = 1", "SCALE = 2").replace("out *= SCALE", "raise KeyError('x')"),
+        "KeyError",
+    ),
+}
+
+
+@pytest.mark.parametrize("text, why", BROKEN.values(), ids=BROKEN)
+def test_a_package_that_fails_is_named(text: str, why: str, install: Install, tmp_path: Path) -> None:
+    install(text)
+    path, _ = points(tmp_path)
+    with pytest.raises(FormatPluginFailed, match="acme_points") as caught:
+        legroom.open(path)
+    assert why in caught.value.why
+    assert any("pip uninstall acme_points" in step for step in caught.value.fix)
+
+
+def test_its_own_errors_and_those_of_callbacks_pass(install: Install, tmp_path: Path) -> None:
+    install(READER.replace("SCALE = 1", "SCALE = 2"))
+    path, _ = points(tmp_path)
+    with open_source(path) as reader:
+        (spec,) = reader.describe().items
+
+        def refuse(_: int) -> None:
+            raise RuntimeError("stop")
+
+        with pytest.raises(RuntimeError, match="stop"):
+            reader.read_into("xyz", np.empty(spec.shape, spec.dtype), refuse)  # type: ignore[union-attr]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedSource, match="50 rows need"):
+        legroom.open(path)
+
+
+def test_two_packages_for_one_file_are_refused(install: Install, tmp_path: Path) -> None:
+    install(READER)
+    install(READER, package="other_points")
+    path, _ = points(tmp_path)
+    with pytest.raises(FormatPluginFailed, match="several packages") as caught:
+        legroom.open(path)
+    assert "acme_points" in caught.value.why and "other_points" in caught.value.why
+
+
+def test_a_broken_package_does_not_disturb_another(install: Install, tmp_path: Path) -> None:
+    install("import no_such_module_at_all", package="a_broken_one")
+    install(READER)
+    path, array = points(tmp_path)
+    np.testing.assert_array_equal(legroom.open(path)["xyz"], array)
+
+
+DIRECTORY = READER.replace("SourceFile(path)", 'SourceFile(path / "data.pts")').replace(
+    "recognizes=lambda one: one.head.startswith(b\"PNTS\")",
+    'recognizes_directory=lambda path: (path / "data.pts").exists(), directory_files=lambda path: [path / "data.pts"]',
+).replace("Extent(self.path,", "Extent(self.path / 'data.pts',")  # fmt: skip
+
+
+def test_a_directory_of_a_registered_format(install: Install, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    _, array = points(folder)
+    with pytest.raises(UnreadableSource):
+        legroom.open(folder)
+    install(DIRECTORY)
+    data = legroom.open(folder)
+    np.testing.assert_array_equal(data["xyz"], array)
+    (folder / "notes.txt").write_text("not part of the data")
+    assert legroom.open(folder).info.key == data.info.key
+    install(DIRECTORY.replace("[path /", "[path.parent /"), version="1.1")
+    with pytest.raises(FormatPluginFailed, match="acme_points"):
+        legroom.open(folder)
+
+
+def test_our_own_records_are_complete() -> None:
+    assert len({one.name for one in FORMATS}) == len(FORMATS)
+    for one in FORMATS:
+        module, _, name = str(one.reader).partition(":")
+        assert hasattr(importlib.import_module(module), name)
+        assert one.recognizes or one.recognizes_directory
