@@ -91,12 +91,13 @@ class Options:
     keys: tuple[str, ...] | None = None
     order: tuple[int, ...] | None = None  # rows of several files, where not in the order of the digest
     version: int | None = None  # built beside an entry of a newer format
+    dtype: str | None = None  # of a flat token file, which does not say it itself
 
     @property
     def suffix(self) -> str:
         if self == Options():
             return ""
-        text = json.dumps([self.keys, self.order, self.version])
+        text = json.dumps([self.keys, self.order, self.version, *([self.dtype] if self.dtype else [])])
         return "-" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -182,6 +183,7 @@ def to_json(manifest: Manifest) -> bytes:
             "keys": manifest.options.keys,
             "order": manifest.options.order,
             "version": manifest.options.version,
+            "dtype": manifest.options.dtype,
         },
         "source": {
             "paths": manifest.paths,
@@ -268,6 +270,7 @@ def from_json(data: bytes, key: str) -> Manifest:
             keys=_optional(options.get("keys"), _texts),
             order=_optional(options.get("order"), _ints),
             version=_optional(options.get("version"), lambda value: _int(value, "version")),
+            dtype=_optional(options.get("dtype"), lambda value: _text(value, "dtype")),
         ),
         paths=_texts(source.get("paths")),
         stamps=_texts(source.get("stamps")),

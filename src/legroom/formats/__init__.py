@@ -10,6 +10,8 @@ table_reader         what the readers of tables share: columns, Arrow IPC output
 npy_reader           .npy and .npz
 safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
+token_reader         flat token files with a dtype that the caller gives, and those of llm.c
+megatron_reader      Megatron's .idx and .bin
 zarr_reader          Zarr version 2 and 3
 parquet_reader       Parquet, its footer and page headers
 arrow_reader         Arrow IPC files and streams, Feather version 2

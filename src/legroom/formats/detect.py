@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from legroom.errors import UnknownFormat, UnreadableSource
+from legroom.errors import UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import BaseReader, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
@@ -22,7 +22,8 @@ from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
 READABLE = phrase(
-    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints"
+    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints, "
+    "token files"
 )
 
 _READERS = {  # format → module of this package, class
@@ -34,9 +35,13 @@ _READERS = {  # format → module of this package, class
     "safetensors": ("safetensors_reader", "SafetensorsReader"),
     "torch": ("torch_reader", "TorchReader"),
     "zarr": ("zarr_reader", "ZarrReader"),
+    "megatron": ("megatron_reader", "MegatronReader"),
+    "llm.c": ("token_reader", "TokenReader"),
+    "tokens": ("token_reader", "TokenReader"),
 }
+_TOKENS = ("megatron", "llm.c", "tokens")  # their readers take a dtype
 # Read through SourceFile at offsets alone, so also while the file is being downloaded, and only where it is needed.
-_AT_OFFSETS = ("npy", "npz", "safetensors", "torch")
+_AT_OFFSETS = ("npy", "npz", "safetensors", "torch", "llm.c", "tokens")
 _ON_DEMAND = ("hdf5", "parquet")  # these too with keys=; their libraries read them through a stream then
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
 _DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr")
@@ -48,6 +53,7 @@ _COMPRESSED = {
     b"\xfd7zXZ": ("xz", "unxz -k"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
+_COMPRESSED_NAMES = [name for name, _ in _COMPRESSED.values()]
 _HINTS = {
     b"\x80": (phrase("it looks like a pickle file; reading one runs code"), phrase("save the arrays with numpy.savez")),
     b"FEA1": (phrase("it is Feather version 1"), phrase("rewrite it: pyarrow.feather.write_feather(table, path)")),
@@ -65,7 +71,10 @@ _HINTS = {
 
 
 def open_source(
-    path: str | os.PathLike[str], keys: str | Iterable[str] | None = None, memory: DecodingMemory = UNLIMITED
+    path: str | os.PathLike[str],
+    keys: str | Iterable[str] | None = None,
+    memory: DecodingMemory = UNLIMITED,
+    dtype: str | None = None,
 ) -> BaseReader:
     """Open a data file.
 
@@ -73,23 +82,24 @@ def open_source(
         path: The file, or the directory of a Zarr store.
         keys: The items, or groups of items, to read; None: all.
         memory: What describing and decoding may take.
+        dtype: Of a flat token file, which does not say it itself; None refuses such a file.
     """
-    reader = _reader(Path(path), Selection(keys))
+    reader = _reader(Path(path), Selection(keys), dtype)
     reader.memory = memory
     return reader
 
 
-def _reader(path: Path, selection: Selection) -> BaseReader:
+def _reader(path: Path, selection: Selection, dtype: str | None) -> BaseReader:
     if _is_directory(path):
         require_zarr_store(path)
-        return _open("zarr", path, selection)
+        return _open("zarr", path, selection, dtype)
     with SourceFile(path) as file:
         if file.size == 0:
             raise damaged(path, say("it is empty (0 bytes)"))
-        kind = _kind(file)
+        kind = _kind(file, dtype)
         if kind not in _AT_OFFSETS and not (kind in _ON_DEMAND and selection.keys is not None):
             file.wait_for_all()
-    return _open(kind, path, selection)
+    return _open(kind, path, selection, dtype)
 
 
 def _is_directory(path: Path) -> bool:
@@ -99,7 +109,7 @@ def _is_directory(path: Path) -> bool:
         raise unreadable(path, problem) from problem
 
 
-def _kind(file: SourceFile) -> str:
+def _kind(file: SourceFile, dtype: str | None) -> str:
     head = file.read_at(0, min(64, file.size))
     if head.startswith(NPY_MAGIC):
         return "npy"
@@ -115,9 +125,28 @@ def _kind(file: SourceFile) -> str:
         return "hdf5"
     if _is_stream(head):
         return "arrow"
+    # Of 8-byte tokens the second may start with a brace too; the text of a header has no zeros.
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
-        return "safetensors"
-    raise _unknown(file.path, head)
+        if dtype is None or b"\0" not in head[8:]:
+            return "safetensors"
+    return _token_kind(file, head, dtype)
+
+
+def _token_kind(file: SourceFile, head: bytes, dtype: str | None) -> str:
+    if head.startswith(b"MMIDIDX\0\0"):
+        return "megatron"
+    tokens = lazy_import("legroom.formats.token_reader")
+    if tokens.is_llm_c(file):
+        return "llm.c"
+    if dtype is None:
+        raise _unknown(file.path, head)
+    other = tokens.other_format(file)
+    if other in _COMPRESSED_NAMES or head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
+        raise _unknown(file.path, head)
+    if other is not None:
+        why = say("dtype={dtype!r} was given, but the file looks like {other}", dtype=dtype, other=other)
+        raise _unknown(file.path, head, why)
+    return "tokens"
 
 
 def _require_end(file: SourceFile, mark: bytes, name: str) -> None:
@@ -165,14 +194,25 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
-        fix=(*([fix] if fix else []), say("convert it to one of: {readable}", readable=say(READABLE))),
+        fix=(
+            *([fix] if fix else []),
+            say("convert it to one of: {readable}", readable=say(READABLE)),
+            *([] if why and not head.startswith(b"\x80") else [say("if it is a flat file of tokens, pass their type: dtype='uint16'")]),
+        ),
     )
 
 
-def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
+def _open(kind: str, path: Path, selection: Selection, dtype: str | None) -> BaseReader:
     """Import the format's module now, and create its reader."""
     module, name = _READERS[kind]
-    reader: BaseReader = getattr(lazy_import("legroom.formats." + module), name)(path, selection)
+    make = getattr(lazy_import("legroom.formats." + module), name)
+    if kind not in _TOKENS and dtype is not None:
+        raise UsageError(
+            say("dtype={dtype!r} cannot be used with {path}", dtype=dtype, path=path),
+            why=say("it is a {kind} file, which states the types of its arrays", kind=kind),
+            fix=(say("omit dtype"),),
+        )
+    reader: BaseReader = make(path, selection, dtype) if kind in _TOKENS else make(path, selection)
     return reader
 
 

@@ -1,6 +1,7 @@
 """Gathers rows of columns into batches on the CPU, with several threads where that is faster, into reused buffers.
 
-Rows are copied as bytes, because numpy first copies a whole column whose numbers are not aligned. ``mode="clip"``
+Rows are copied as bytes, because numpy first copies a whole column whose numbers are not aligned. It also does so if
+rows overlap or have gaps (windows of tokens): those are indexed, which allocates a batch more. ``mode="clip"``
 saves numpy a check of every row number and an intermediate buffer (20 GB/s against 7); row numbers are checked once,
 before they come here.
 """
@@ -162,7 +163,7 @@ class RowCopier:
     def copy(self, rows: NDArray, out: NDArray, *, one_core: bool = False) -> None:
         """Copy the rows into ``out``; with ``one_core`` in this thread only."""
         if one_core or len(rows) < 2 or out.nbytes < _LEAST_SHARED_COPY:
-            np.take(self._source, rows, axis=0, out=out, mode="clip")
+            _take(self._source, rows, out)
             return
         row = out.nbytes // len(rows)
         trials = _trials(out.nbytes.bit_length(), row.bit_length())
@@ -173,6 +174,13 @@ class RowCopier:
         _copy_rows(self._source, rows, out, threads)
         if trials.open:
             trials.record(threads, (_clock() - start) / out.nbytes)
+
+
+def _take(source: NDArray, rows: NDArray, out: NDArray) -> None:
+    if source.flags.c_contiguous:
+        np.take(source, rows, axis=0, out=out, mode="clip")
+    else:
+        out[...] = source[rows]
 
 
 class _Trials:
@@ -212,7 +220,7 @@ def _copy_rows(source: NDArray, rows: NDArray, out: NDArray, threads: int) -> No
     parts = [slice(first, last) for first, last in pairwise(borders) if first < last]
     others = [_Part(source, rows[part], out[part]) for part in parts[1:]]
     try:
-        np.take(source, rows[parts[0]], axis=0, out=out[parts[0]], mode="clip")
+        _take(source, rows[parts[0]], out[parts[0]])
     finally:
         # Also after an exception: the memory must not be reused while other threads write to it.
         for other in others:
@@ -232,7 +240,7 @@ class _Part:
 
     def _copy(self) -> None:
         try:
-            np.take(self._source, self._rows, axis=0, out=self._out, mode="clip")
+            _take(self._source, self._rows, self._out)
         except BaseException as problem:
             self._problem = problem  # raised in the thread that waits
         finally:
