@@ -197,7 +197,11 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
         fix=(
             *([fix] if fix else []),
             say("convert it to one of: {readable}", readable=say(READABLE)),
-            *([] if why and not head.startswith(b"\x80") else [say("if it is a flat file of tokens, pass their type: dtype='uint16'")]),
+            *(
+                []
+                if why and not head.startswith(b"\x80")
+                else [say("if it is a flat file of tokens, pass their type: dtype='uint16'")]
+            ),
         ),
     )
 
