@@ -125,10 +125,10 @@ def _kind(file: SourceFile, dtype: str | None) -> str:
         return "hdf5"
     if _is_stream(head):
         return "arrow"
-    # Of 8-byte tokens the second may start with a brace too; the text of a header has no zeros.
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
-        if dtype is None or b"\0" not in head[8:]:
-            return "safetensors"
+    # The second of 8-byte tokens may look like a brace too; the text of a header has no zeros.
+    text = dtype is None or b"\0" not in head[8:]
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32 and text:
+        return "safetensors"
     return _token_kind(file, head, dtype)
 
 
@@ -190,6 +190,7 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
+    flat = not why or head.startswith(b"\x80")
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
@@ -197,11 +198,7 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
         fix=(
             *([fix] if fix else []),
             say("convert it to one of: {readable}", readable=say(READABLE)),
-            *(
-                []
-                if why and not head.startswith(b"\x80")
-                else [say("if it is a flat file of tokens, pass their type: dtype='uint16'")]
-            ),
+            *([say("if it is a flat file of tokens, pass their type: dtype='uint16'")] if flat else []),
         ),
     )
 

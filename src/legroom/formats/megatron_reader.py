@@ -152,7 +152,7 @@ class MegatronReader(BaseReader):
                 row = int(wrong[0])
                 raise damaged(
                     self.path,
-                    say("sequence {row} starts at byte {has} of the .bin file, but the one before it ends at byte {needed}",
+                    say("sequence {row} starts at byte {has} of the .bin file; the one before it ends at byte {needed}",
                         row=first + row, has=int(pointers[row]), needed=int(starts[row])),
                 )  # fmt: skip
             end += int(lengths.sum()) * self._dtype.itemsize

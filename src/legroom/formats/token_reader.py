@@ -54,7 +54,7 @@ def token_dtype(given: Any) -> str:
             why=say("tokens are integers of 1, 2, 4 or 8 bytes"),
             fix=("dtype='uint16'", say("use the dtype that the file was written with")),
         )
-    return dtype.str if dtype.str.startswith(">") else dtype.newbyteorder("<").str
+    return str(dtype.str if dtype.str.startswith(">") else dtype.newbyteorder("<").str)
 
 
 def require_dtype(path: Path, stated: np.dtype[Any], given: str | None) -> None:

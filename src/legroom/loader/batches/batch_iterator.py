@@ -63,14 +63,15 @@ class Batches:
         settings.check()
         self._data, self._settings = data, settings
         length, windows = settings.sequence_length, None
+        columns: Mapping[str, Column]
         if length is None:
             columns = columns_of(data, settings.keys)
         else:
-            columns = windows_of(data, length, settings.stride)
-            windows = [length, settings.stride or length, str(columns["tokens"].dtype)]
-        self._fingerprint = replace(
-            fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed), windows=windows
-        )
+            tokens = windows_of(data, length, settings.stride)
+            columns = {"tokens": tokens}
+            windows = [length, settings.stride or length, str(tokens.dtype)]
+        found = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
+        self._fingerprint = replace(found, windows=windows)
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())
         self.sampler = RankSampler(
             rows=self._fingerprint.rows,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from legroom.loader.batches.legroom_open import Data
 
 
+NDArray = np.ndarray[Any, Any]
 FORMATS = ("torch", "numpy")
 # Paths that ``path=`` may force; the others follow from the arguments or are the last resort.
 CUDA_PATHS = ("cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned")
@@ -165,7 +166,7 @@ def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, 
 _TOKENS = {"tokens": "tokens", "llm.c": "tokens", "megatron": "sequences/values"}
 
 
-def windows_of(data: CachedData, length: int, stride: int | None) -> dict[str, Column]:
+def windows_of(data: CachedData, length: int, stride: int | None) -> NDArray:
     """The column of windows of a token file: a view in which row i is the ``length + 1`` tokens from i × stride on."""
     kind = data.info.format
     if kind not in _TOKENS:
@@ -182,7 +183,8 @@ def windows_of(data: CachedData, length: int, stride: int | None) -> dict[str, C
                     count=len(tokens), length=length, needed=length + 1),
             fix=(say("pass sequence_length={most} or less", most=max(1, len(tokens) - 1)),),
         )  # fmt: skip
-    return {"tokens": np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[:: stride or length]}
+    windows: NDArray = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[:: stride or length]
+    return windows
 
 
 def _names(data: CachedData, asked: tuple[str, ...] | None) -> list[str]:
@@ -223,7 +225,6 @@ def _select_these(names: Iterable[str]) -> str:
     return say("select the columns: keys=[{names}]", names=", ".join(map(repr, names)))
 
 
-NDArray = np.ndarray[Any, Any]
 _KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate
 
 
