@@ -183,6 +183,7 @@ def _zip_kind(file: SourceFile, head: bytes) -> str:
 
 
 def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFormat:
+    given = why
     for mark, (name, command) in _COMPRESSED.items():
         if not why and head.startswith(mark):
             why = say("the whole file is compressed with {name}", name=name)
@@ -190,7 +191,7 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
-    flat = not why or head.startswith(b"\x80")
+    flat = not given and (not why or head.startswith(b"\x80"))
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),

@@ -6,7 +6,6 @@ refused. The header of llm.c has 256 little-endian int32: a magic number, a vers
 
 from __future__ import annotations
 
-import io
 import pickletools
 import tarfile
 from pathlib import Path
@@ -39,7 +38,8 @@ _MAGICS = {
     b"SQLite format 3": "SQLite",
     b"%PDF-": "PDF",
 }
-_LEAST_OPCODES = 8  # of a pickle without a protocol number: fewer may be chance
+_LEAST_OPCODES = 8  # of a pickle; fewer may be chance
+_LINE = 1 << 20  # of text in a pickle
 
 
 def token_dtype(given: Any) -> str:
@@ -163,7 +163,7 @@ def other_format(file: SourceFile) -> str | None:
         return say("a file of llm.c that holds no tokens")
     if head[16:20] == b"\xde\xc0\xef\xbe":
         return "LMDB"
-    if _is_pickle(head, whole=len(head) == file.size):
+    if _is_pickle(file):
         return "pickle"
     if _is_tar(head):
         return "tar"
@@ -172,20 +172,43 @@ def other_format(file: SourceFile) -> str | None:
     return None
 
 
-def _is_pickle(head: bytes, *, whole: bool) -> bool:
-    """Whether these are instructions of a pickle. From protocol 2 on, its number comes first."""
-    numbered = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    count, last = 0, -1
-    try:
-        for _, _, position in pickletools.genops(io.BytesIO(head)):
-            count, last = count + 1, position or 0
-    except ValueError as problem:
-        if numbered and "unknown" not in str(problem):
-            return True  # it goes on beyond what was read
-    else:
-        if whole and last == len(head) - 1:
-            return True  # its STOP is the last byte
-    return count >= _LEAST_OPCODES
+def _is_pickle(file: SourceFile) -> bool:
+    """Whether it starts with instructions of a pickle. From protocol 2 on, its number comes first."""
+    sure, at = False, 0
+    for _ in range(_LEAST_OPCODES):
+        if at >= file.size:
+            return sure  # cut off
+        opcode = pickletools.code2op.get(chr(file.read_at(at, 1)[0]))
+        if opcode is None:
+            return False
+        if opcode.name == "STOP":
+            return at == file.size - 1
+        after = _after(file, at + 1, opcode)
+        if after is None:
+            return False
+        if at == 0:  # evidence enough, unless something follows that is no instruction
+            sure = opcode.name == "GLOBAL" or (opcode.name == "PROTO" and 2 <= file.read_at(0, after)[-1] <= 5)
+        at = after
+    return True
+
+
+def _after(file: SourceFile, at: int, opcode: Any) -> int | None:
+    """The position after an instruction's argument; None if that is no argument."""
+    width = 0 if opcode.arg is None else opcode.arg.n
+    if width >= 0:
+        return min(at + width, file.size)
+    if width != pickletools.UP_TO_NEWLINE:
+        size = {"1": 1, "4": 4, "8": 8}[opcode.arg.name[-1]]
+        return min(at + size, file.size) + int.from_bytes(file.read_at(at, min(size, file.size - at)), "little")
+    for _ in range(2 if opcode.name in ("GLOBAL", "INST") else 1):
+        text = file.read_at(at, min(_LINE, file.size - at))
+        line, end, _ = text.partition(b"\n")
+        if not end and at + len(text) < file.size:
+            return None
+        if opcode.name != "UNICODE" and not (line.isascii() and line.decode("ascii").isprintable()):
+            return None
+        at += len(line) + len(end)
+    return at
 
 
 def _is_tar(head: bytes) -> bool:
