@@ -48,6 +48,7 @@ class FormatSample:
         large: Whether the data are so large that reading them to describe the file would show.
         attributes: What the file's description must have among its attributes.
         cut_shows: Whether a cut of the largest file is noticed. False where the format's own library reads on.
+        dtype: For a format whose files do not state the type of their numbers: what `legroom.open` is given.
     """
 
     name: str
@@ -59,6 +60,7 @@ class FormatSample:
     large: bool = True
     attributes: Mapping[str, Any] = field(default_factory=dict)
     cut_shows: bool = True
+    dtype: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -126,7 +128,7 @@ class FormatContract:
     def test_it_is_recognised_by_content_alone(self, sample: FormatSample, path: Path, tmp_path: Path) -> None:
         nameless = tmp_path / "x"
         nameless.symlink_to(path)
-        with open_source(nameless) as reader:
+        with open_source(nameless, dtype=sample.dtype) as reader:
             description = reader.describe()
         assert description.format == sample.format
         assert description.files[0] == nameless
@@ -136,7 +138,7 @@ class FormatContract:
     @_arrays
     def test_the_specs_are_what_the_library_reads(self, sample: FormatSample, path: Path) -> None:
         expected = sample.arrays(path)
-        with open_source(str(path)) as reader:
+        with open_source(str(path), dtype=sample.dtype) as reader:
             specs = {item.name: item for item in reader.describe().items}
         assert set(specs) == set(expected)
         for name, array in expected.items():
@@ -155,11 +157,11 @@ class FormatContract:
             fields = Path("/proc/self/io").read_text().split()
             return int(fields[fields.index("rchar:") + 1])
 
-        with open_source(path) as reader:  # imports and caches
+        with open_source(path, dtype=sample.dtype) as reader:  # imports and caches
             size = reader.describe().nbytes
         assert size > 1 << 18, f"{sample} has {size} bytes: too few to show whether they are read (large=False)"
         before = bytes_read()
-        with open_source(path) as reader:
+        with open_source(path, dtype=sample.dtype) as reader:
             reader.describe()
         assert bytes_read() - before < size / 4
 
@@ -168,7 +170,7 @@ class FormatContract:
     @_arrays
     def test_the_arrays_are_what_the_library_reads(self, sample: FormatSample, path: Path) -> None:
         expected = sample.arrays(path)
-        with open_source(path) as reader:
+        with open_source(path, dtype=sample.dtype) as reader:
             for spec in reader.describe().items:
                 assert isinstance(spec, ArraySpec)
                 out: Array = np.empty(spec.shape, spec.dtype)
@@ -184,7 +186,7 @@ class FormatContract:
     def test_an_extent_holds_the_arrays_bytes(self, sample: FormatSample, path: Path) -> None:
         expected = sample.arrays(path)
         found = set()
-        with open_source(path) as reader:
+        with open_source(path, dtype=sample.dtype) as reader:
             for spec in reader.describe().items:
                 extent = reader.extent(spec.name)
                 if extent is None:
@@ -198,7 +200,7 @@ class FormatContract:
     @_arrays
     def test_slabs_one_after_the_other_are_the_array(self, sample: FormatSample, path: Path) -> None:
         expected = sample.arrays(path)
-        with open_source(path) as reader:
+        with open_source(path, dtype=sample.dtype) as reader:
             for spec in reader.describe().items:
                 slabs = reader.slabs(spec.name)
                 if slabs is None:
@@ -216,7 +218,7 @@ class FormatContract:
         assert sample.table is not None
         expected = sample.table(path)
         seen: list[int] = []
-        with open_source(path) as reader:
+        with open_source(path, dtype=sample.dtype) as reader:
             (spec,) = reader.describe().items
             assert isinstance(spec, TableSpec)
             written = reader.write_table(spec.name, tmp_path / "out.arrow", seen.append)
@@ -233,12 +235,12 @@ class FormatContract:
     def test_columns_can_be_chosen(self, sample: FormatSample, path: Path, tmp_path: Path) -> None:
         pa = pytest.importorskip("pyarrow")
         assert sample.table is not None
-        with open_source(path) as whole:
+        with open_source(path, dtype=sample.dtype) as whole:
             (spec,) = whole.describe().items
         assert isinstance(spec, TableSpec)
         names = list(spec.columns)
         chosen = [names[0], names[len(names) // 2]] if len(names) > 2 else names[:1]
-        with open_source(path, keys=chosen) as reader:
+        with open_source(path, keys=chosen, dtype=sample.dtype) as reader:
             (part,) = reader.describe().items
             assert isinstance(part, TableSpec)
             assert list(part.columns) == chosen
@@ -248,22 +250,25 @@ class FormatContract:
 
     # Names.
 
-    def test_keys_choose_items(self, path: Path) -> None:
-        with open_source(path) as reader:
+    def test_keys_choose_items(self, sample: FormatSample, path: Path) -> None:
+        with open_source(path, dtype=sample.dtype) as reader:
             names = [item.name for item in reader.describe().items]
-        with open_source(path, keys=names[-1]) as reader:
+        with open_source(path, keys=names[-1], dtype=sample.dtype) as reader:
             assert [item.name for item in reader.describe().items] == names[-1:]
         for group in {name.partition("/")[0] for name in names if "/" in name}:
             below = [name for name in names if name.startswith(group + "/")]
             for key in (group, f"/{group}/"):
-                with open_source(path, keys=[key]) as reader:
+                with open_source(path, keys=[key], dtype=sample.dtype) as reader:
                     assert [item.name for item in reader.describe().items] == below
 
-    def test_a_key_that_is_not_there_is_named_with_the_nearest(self, path: Path) -> None:
-        with open_source(path) as reader:
+    def test_a_key_that_is_not_there_is_named_with_the_nearest(self, sample: FormatSample, path: Path) -> None:
+        with open_source(path, dtype=sample.dtype) as reader:
             item = reader.describe().items[0]
         name = next(iter(item.columns)) if isinstance(item, TableSpec) else item.name
-        with pytest.raises(MissingKey) as caught, open_source(path, keys=[name, name + "_x"]) as reader:
+        with (
+            pytest.raises(MissingKey) as caught,
+            open_source(path, keys=[name, name + "_x"], dtype=sample.dtype) as reader,
+        ):
             reader.describe()
         assert repr(name + "_x") in str(caught.value)
         assert any("did you mean" in step and name.partition("/")[0] in step for step in caught.value.fix)
@@ -271,8 +276,8 @@ class FormatContract:
     # Misuse.
 
     @_arrays
-    def test_a_wrong_buffer_is_refused(self, path: Path) -> None:
-        with open_source(path) as reader:
+    def test_a_wrong_buffer_is_refused(self, sample: FormatSample, path: Path) -> None:
+        with open_source(path, dtype=sample.dtype) as reader:
             spec = max(reader.describe().items, key=lambda item: item.nbytes)
             assert isinstance(spec, ArraySpec)
             good: Array = np.zeros(spec.shape, spec.dtype)
@@ -292,8 +297,8 @@ class FormatContract:
                 reader.read_into(spec.name, b"nothing")  # type: ignore[arg-type]
             reader.read_into(spec.name, good)
 
-    def test_arrays_are_not_tables_nor_tables_arrays(self, path: Path, tmp_path: Path) -> None:
-        with open_source(path) as reader:
+    def test_arrays_are_not_tables_nor_tables_arrays(self, sample: FormatSample, path: Path, tmp_path: Path) -> None:
+        with open_source(path, dtype=sample.dtype) as reader:
             item = reader.describe().items[0]
             with pytest.raises(TypeError, match="use"):
                 if isinstance(item, ArraySpec):
@@ -305,19 +310,19 @@ class FormatContract:
 
     # Files.
 
-    def test_closing_twice_is_allowed_and_using_it_afterwards_is_not(self, path: Path) -> None:
-        reader = open_source(path)
+    def test_closing_twice_is_allowed_and_using_it_afterwards_is_not(self, sample: FormatSample, path: Path) -> None:
+        reader = open_source(path, dtype=sample.dtype)
         name = reader.describe().items[0].name
         reader.close()
         reader.close()
         with pytest.raises(ValueError, match="was closed"):
             reader.extent(name)
 
-    def test_descriptors_are_those_of_its_files_and_closed_with_it(self, path: Path) -> None:
+    def test_descriptors_are_those_of_its_files_and_closed_with_it(self, sample: FormatSample, path: Path) -> None:
         files = [path, *path.rglob("*")] if path.is_dir() else [path]
-        own = {(stats.st_dev, stats.st_ino) for stats in map(os.stat, files)}
-        with open_source(path) as reader:
-            reader.describe()
+        with open_source(path, dtype=sample.dtype) as reader:
+            files += reader.describe().files
+            own = {(stats.st_dev, stats.st_ino) for stats in map(os.stat, files)}
             descriptors = list(reader.descriptors())
             found = [os.fstat(one) for one in descriptors]
             assert descriptors, "a file that is replaced while it is read could not be noticed"
@@ -329,13 +334,13 @@ class FormatContract:
                 continue  # closed
             assert not os.path.samestat(now, before), "a file is open after close()"
 
-    def test_nothing_is_written_to_the_source(self, path: Path, tmp_path: Path) -> None:
+    def test_nothing_is_written_to_the_source(self, sample: FormatSample, path: Path, tmp_path: Path) -> None:
         def stamps() -> list[tuple[Path, int, int]]:
             files = sorted(path.rglob("*")) if path.is_dir() else [path]
             return [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
 
         before = stamps()
-        with open_source(path) as reader:
+        with open_source(path, dtype=sample.dtype) as reader:
             read_everything(reader, tmp_path)
         assert stamps() == before
 
@@ -350,7 +355,7 @@ class FormatContract:
         for share in _CUTS:
             largest.write_bytes(whole[: int(len(whole) * share)])
             try:
-                with open_source(copy) as reader:
+                with open_source(copy, dtype=sample.dtype) as reader:
                     read_everything(reader, tmp_path)
                     found = {item.name: _read(reader, item) for item in reader.describe().items}
             except LegroomError as problem:
@@ -373,7 +378,7 @@ class FormatContract:
                 changed[rng.randrange(min(len(whole), 512) if rng.random() < 0.5 else len(whole))] = rng.randrange(256)
             largest.write_bytes(changed)
             try:
-                with open_source(copy) as reader:
+                with open_source(copy, dtype=sample.dtype) as reader:
                     read_everything(reader, tmp_path)
             except LegroomError as problem:
                 assert problem.what and problem.why, problem

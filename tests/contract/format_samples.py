@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,76 @@ def read_safetensors(path: Path) -> Arrays:
     from safetensors.numpy import load_file
 
     return load_file(path)
+
+
+# Token files, written and read from the description of their formats.
+
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+
+
+def megatron_index(lengths: Any, documents: Any, dtype: str = "uint16", modes: Any = None) -> bytes:
+    """An .idx of Megatron."""
+    sizes = np.asarray(lengths, np.int32)
+    ends = np.cumsum(sizes, dtype=np.int64) * np.dtype(dtype).itemsize
+    pointers = ends - sizes.astype(np.int64) * np.dtype(dtype).itemsize
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, CODES[dtype], len(sizes), len(documents))
+    tail = b"" if modes is None else np.asarray(modes, np.int8).tobytes()
+    return head + sizes.tobytes() + pointers.tobytes() + np.asarray(documents, np.int64).tobytes() + tail
+
+
+def megatron(
+    folder: Path, name: str = "data.idx", count: int = 300_000, dtype: str = "uint16", modes: bool = False
+) -> Path:
+    rng = np.random.default_rng(11)
+    borders = np.sort(rng.integers(0, count, 60))
+    lengths = np.diff([0, *borders, count])
+    documents = [0, *range(3, 61, 7), 61, 61]  # the last one has no sequences
+    extra = rng.integers(0, 3, 61) if modes else None
+    rng.integers(0, 120, count).astype(dtype).tofile((folder / name).with_suffix(".bin"))
+    (folder / name).write_bytes(megatron_index(lengths, documents, dtype, extra))
+    return folder / name
+
+
+def read_megatron(path: Path) -> Arrays:
+    """Each sequence from its own pointer."""
+    data = path.read_bytes()
+    magic, version, code, count, documents = struct.unpack("<9sQBQQ", data[:34])
+    assert (magic, version) == (b"MMIDIDX\0\0", 1)
+    kind = np.dtype({code: name for name, code in CODES.items()}[code])
+    lengths = np.frombuffer(data, np.int32, count, 34)
+    pointers = np.frombuffer(data, np.int64, count, 34 + 4 * count)
+    indices = np.frombuffer(data, np.int64, documents, 34 + 12 * count)
+    assert indices[-1] == count
+    tokens = Path(os.path.realpath(path)).with_suffix(".bin").read_bytes()
+    rows = [np.frombuffer(tokens, kind, n, at) for n, at in zip(lengths.tolist(), pointers.tolist(), strict=True)]
+    found = {
+        "sequences/offsets": np.cumsum([0, *map(len, rows)]).astype(np.int64),
+        "sequences/values": np.concatenate([np.zeros(0, kind), *rows]),
+        "documents/offsets": indices,
+        "documents/values": lengths,
+    }
+    if len(data) > 34 + 12 * count + 8 * documents:
+        found["modes"] = np.frombuffer(data, np.int8, count, 34 + 12 * count + 8 * documents)
+    return found
+
+
+def llm_c(folder: Path, name: str = "data.bin", magic: int = 20240520, count: int = 300_000) -> Path:
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, {20240520: 1, 20240801: 7}[magic], count
+    tokens = np.random.default_rng(5).integers(0, 50_000, count).astype(_LLM_C[magic])
+    (folder / name).write_bytes(header.tobytes() + tokens.tobytes())
+    return folder / name
+
+
+_LLM_C = {20240520: np.uint16, 20240801: np.uint32}
+
+
+def read_llm_c(path: Path) -> Arrays:
+    magic, version, count = np.fromfile(path, np.int32, 3).tolist()
+    assert (magic, version) in ((20240520, 1), (20240801, 7))
+    tokens = np.fromfile(path, _LLM_C[magic], count, offset=1024)
+    assert len(tokens) == count >= 0
+    return {"tokens": tokens}
 
 
 # torch checkpoints.
@@ -436,8 +508,14 @@ def hf_downloaded(folder: Path) -> Path:
     return folder
 
 
+def flat_tokens(folder: Path) -> Path:
+    np.random.default_rng(5).integers(0, 50257, 300_000).astype("<u2").tofile(folder / "train.bin")
+    return folder / "train.bin"
+
+
 NOTES = {"made by": "a test"}  # attributes of the tables
 RAW = frozenset({"images", "labels", "group/deep/heatmaps", "group/flags", "scalar", "wave", "words"})
+MEGATRON = frozenset({"sequences/values", "documents/offsets", "documents/values"})
 
 SAMPLES = [
     Sample("hdf5", "hdf5", h5_contiguous, read_h5, raw=RAW | {"fortran"}),
@@ -470,6 +548,12 @@ SAMPLES = [
     Sample("npz-compressed", "npz", lambda f: npz(f, compressed=True), read_npz),
     Sample("safetensors", "safetensors", safetensors, read_safetensors, raw=(RAW | {"empty", "big_endian"}) - {"words"}),
     Sample("torch", "torch", torch_checkpoint, read_torch, raw=frozenset(f"model/{name}" for name in RAW - {"words"})),
+    Sample("megatron", "megatron", megatron, read_megatron, raw=MEGATRON),
+    Sample("megatron-modes", "megatron", lambda f: megatron(f, dtype="int32", modes=True), read_megatron, raw=MEGATRON | {"modes"}),
+    Sample("llm.c", "llm.c", llm_c, read_llm_c, raw=frozenset({"tokens"})),
+    Sample("llm.c-uint32", "llm.c", lambda f: llm_c(f, magic=20240801), read_llm_c, raw=frozenset({"tokens"})),
+    # A flat file that is cut between two tokens is another flat file.
+    Sample("tokens", "tokens", flat_tokens, lambda path: {"tokens": np.fromfile(path, "<u2")}, raw=frozenset({"tokens"}), dtype="<u2", cut_shows=False),
     Sample("zarr-3", "zarr", zarr_store, read_zarr),
     # zarr decodes what is there of a cut zstd frame of version 2, without an error.
     Sample("zarr-2", "zarr", lambda f: zarr_store(f, version=2), read_zarr, cut_shows=False),

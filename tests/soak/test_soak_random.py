@@ -257,7 +257,7 @@ def test_damaged_files_of_every_format(rounds: Callable[[], Iterator[random.Rand
             how: Any = [(chance.randrange(1 << 32), chance.randrange(256)) for _ in range(chance.randrange(1, 7))]
             if chance.random() < 0.2:
                 how = chance.randrange(1 << 32)
-            path = tmp_path / "damaged"
+            path = tmp_path / sample.name / "damaged"  # some formats need a second file beside it
             path.write_bytes(damaged(data, how))
             answer = children["ours"].ask(sample.name, path)
             assert answer["kind"] in ("error", "data", "huge"), (sample.name, how, answer)

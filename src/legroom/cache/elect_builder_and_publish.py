@@ -188,7 +188,8 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
             )
             source = fetched.source
         paths = [file_of(source, path) for path in asked.source.paths]
-        readers = [stack.enter_context(open_source(path, asked.request.keys, memory)) for path in paths]
+        request = asked.request
+        readers = [stack.enter_context(open_source(path, request.keys, memory, request.dtype)) for path in paths]
         descriptions = [reader.describe() for reader in readers]
         planned = plan_files(descriptions)
         layout = SourceLayout(readers, planned.arrays)

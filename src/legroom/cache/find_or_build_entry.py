@@ -68,6 +68,7 @@ class OpenRequest:
     hash: str = "md5"
     evict: bool = True
     revalidate: bool = False  # ask the servers of remote objects, however recently that was done
+    dtype: str | None = None  # of a flat token file (token_reader.token_dtype)
     prefault: bool = True  # map the pages in the background: not where the files are read
 
     def wants(self, store: Store) -> bool:
@@ -82,9 +83,10 @@ def open_as(
     again = (_reopen, (kind, request, None, None, None))
     with _resource_errors(request):
         if legroom_disabled(os.environ) or not locks.SUPPORTED:
-            return kind(_uncached().in_process(request.paths, request.keys, progress), request.keys, again)
+            contents = _uncached().in_process(request.paths, request.keys, progress, request.dtype)
+            return kind(contents, request.keys, again)
         if request.backing == "inplace":
-            return kind(_uncached().in_place(request.paths, request.keys), request.keys, again)
+            return kind(_uncached().in_place(request.paths, request.keys, request.dtype), request.keys, again)
         return _data(kind, _attached(request, wait, progress), request)
 
 
@@ -214,6 +216,8 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
             found.append(absolute(text))
     if not found:
         raise UsageError(say("no path was given"), fix=(say("pass a path, a glob pattern or a list of paths"),))
+    if any(isinstance(one, Path) and one.suffix == ".bin" for one in found):
+        found = lazy_import("legroom.formats.megatron_reader").with_indexes(found)
     return tuple(found)
 
 
@@ -428,7 +432,7 @@ def usable_options(request: OpenRequest, source: Source, readers: tuple[str, ...
     """The options of every entry that can serve the request, the whole source first."""
     order = row_order(source)
     for version in (None, FORMAT):
-        yield Options(None, order, version, readers)
+        yield Options(None, order, version, readers, request.dtype)
         if request.keys is not None:
             yield replace(entry_options(request, source, readers), version=version)
 
@@ -436,7 +440,7 @@ def usable_options(request: OpenRequest, source: Source, readers: tuple[str, ...
 def entry_options(request: OpenRequest, source: Source, readers: tuple[str, ...] | None = None) -> Options:
     """The options of the entry that this request would build."""
     keys = None if request.keys is None else tuple(sorted(set(request.keys)))
-    return Options(keys, row_order(source), readers=readers)
+    return Options(keys, row_order(source), readers=readers, dtype=request.dtype)
 
 
 def row_order(source: Source) -> tuple[int, ...] | None:

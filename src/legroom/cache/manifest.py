@@ -92,13 +92,15 @@ class Options:
     order: tuple[int, ...] | None = None  # rows of several files, where not in the order of the digest
     version: int | None = None  # built beside an entry of a newer format
     readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
+    dtype: str | None = None  # of a flat token file, which does not say it itself
 
     @property
     def suffix(self) -> str:
         if self == Options():
             return ""
-        plugins = [] if self.readers is None else [self.readers]
-        text = json.dumps([self.keys, self.order, self.version, *plugins])
+        # Left out where they are not used: the keys of other entries stay as they were.
+        more = {name: value for name in ("readers", "dtype") if (value := getattr(self, name)) is not None}
+        text = json.dumps([self.keys, self.order, self.version, *([more] if more else [])])
         return "-" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -185,6 +187,7 @@ def to_json(manifest: Manifest) -> bytes:
             "order": manifest.options.order,
             "version": manifest.options.version,
             "readers": manifest.options.readers,
+            "dtype": manifest.options.dtype,
         },
         "source": {
             "paths": manifest.paths,
@@ -272,6 +275,7 @@ def from_json(data: bytes, key: str) -> Manifest:
             order=_optional(options.get("order"), _ints),
             version=_optional(options.get("version"), lambda value: _int(value, "version")),
             readers=_optional(options.get("readers"), _texts),
+            dtype=_optional(options.get("dtype"), lambda value: _text(value, "dtype")),
         ),
         paths=_texts(source.get("paths")),
         stamps=_texts(source.get("stamps")),

@@ -34,13 +34,16 @@ _PAGE = 4096
 
 
 def in_process(
-    paths: Sequence[SourcePath], keys: tuple[str, ...] | None, progress: Callable[[int, int], None] | None
+    paths: Sequence[SourcePath],
+    keys: tuple[str, ...] | None,
+    progress: Callable[[int, int], None] | None,
+    dtype: str | None = None,
 ) -> DataContents:
     """Read everything into arrays of this process."""
     with ExitStack() as stack:
         memory = decoding_memory()
         local = [_local(path, keys, stack) for path in paths]
-        readers = [stack.enter_context(open_source(path, keys, memory)) for path in local]
+        readers = [stack.enter_context(open_source(path, keys, memory, dtype)) for path in local]
         planned = plan_files([reader.describe() for reader in readers])
         done = 0
 
@@ -78,7 +81,7 @@ def _local(path: SourcePath, keys: tuple[str, ...] | None, stack: ExitStack) -> 
     return download.path
 
 
-def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None) -> DataContents:
+def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None, dtype: str | None = None) -> DataContents:
     """Map the arrays in the file itself. It must not be truncated while they are used."""
     arrays: dict[str, NDArray] = {}
     extents: dict[str, Extent] = {}
@@ -86,7 +89,7 @@ def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None) -> DataC
         raise _cannot(say("several files"), say("arrays in different files cannot be mapped as one"))
     if isinstance(paths[0], ObjectUrl):
         raise _cannot(str(paths[0]), say("it is in remote storage"))
-    with open_source(paths[0], keys) as reader:
+    with open_source(paths[0], keys, dtype=dtype) as reader:
         planned = plan_files([reader.describe()])
         if planned.tables:
             raise _cannot(planned.tables[0].spec.name, say("it is a table"))

@@ -45,6 +45,7 @@ def recorded_paths(texts: Iterable[str]) -> Paths:
 
 
 Paths = tuple[SourcePath, ...]
+_REFERRING = ("hdf5", "megatron")  # formats whose data may be in other files too
 _OTHER_FILE = (DamagedSource, UnknownFormat, UnsupportedData, MissingKey)  # a loaded source raised none of these
 
 
@@ -77,7 +78,7 @@ class SourceMatcher:
                 if record.digests.get(manifest.hash) == manifest.digest:
                     return True
                 # Other keys may refer to other files, and have another digest.
-                if manifest.hash in record.digests and manifest.kind != "hdf5":
+                if manifest.hash in record.digests and manifest.kind not in _REFERRING:
                     return False
         if self._looked[named].is_remote:
             return same_versions(self._looked[named], manifest)
@@ -130,7 +131,7 @@ class SourceMatcher:
 
     def _source(self, paths: Paths, manifest: Manifest) -> Source:
         """The source with every referenced file that the entry's keys need."""
-        with_others = manifest.kind == "hdf5"
+        with_others = manifest.kind in _REFERRING
         key = paths, manifest.options.keys if with_others else None, with_others
         if key not in self._sources:
             self._sources[key] = current_source(paths, manifest)
@@ -144,10 +145,11 @@ def _can_look(path: SourcePath) -> bool:
 def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
     """The source of these paths now, as a load with the entry's keys would see it."""
     source = source_identity.stamp_source(paths)
-    if manifest.kind != "hdf5":
+    if manifest.kind not in _REFERRING:
         return source
     with ExitStack() as stack:
-        readers = [stack.enter_context(open_source(Path(path), manifest.options.keys)) for path in paths]
+        options = manifest.options
+        readers = [stack.enter_context(open_source(Path(path), options.keys, dtype=options.dtype)) for path in paths]
         source = source_identity.with_referenced_files(source, [reader.describe() for reader in readers])
         source_identity.require_stamped(source, readers)
     return source

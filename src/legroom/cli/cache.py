@@ -35,6 +35,7 @@ def command() -> None:
 @command.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
+@click.option("--dtype", metavar="TYPE", help="Read a flat token file as numbers of this type, for example uint16.")
 @click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
 @click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
               help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
@@ -57,6 +58,7 @@ def command() -> None:
 def load(
     files: tuple[str, ...],
     keys: str | None,
+    dtype: str | None,
     join: bool,
     backing: str,
     algorithm: str,
@@ -85,6 +87,7 @@ def load(
                 names,
                 backing=backing,
                 hash=algorithm,
+                dtype=dtype,
                 evict=not no_evict,
                 wait=not no_wait,
                 progress=bar.told,

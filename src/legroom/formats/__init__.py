@@ -11,6 +11,8 @@ table_reader         what the readers of tables share: columns, Arrow IPC output
 npy_reader           .npy and .npz
 safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
+token_reader         flat token files with a dtype that the caller gives, and those of llm.c
+megatron_reader      Megatron's .idx and .bin
 zarr_reader          Zarr version 2 and 3
 lmdb_reader          LMDB, without its library
 parquet_reader       Parquet, its footer and page headers

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from legroom.errors import UnknownFormat, UnreadableSource
+from legroom.errors import UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import BaseReader, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
@@ -32,6 +32,7 @@ _COMPRESSED = {
     b"\xfd7zXZ": ("xz", "unxz -k"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
+_COMPRESSED_NAMES = [name for name, _ in _COMPRESSED.values()]
 _HINTS = {
     b"\x80": (phrase("it looks like a pickle file; reading one runs code"), phrase("save the arrays with numpy.savez")),
     b"FEA1": (phrase("it is Feather version 1"), phrase("rewrite it: pyarrow.feather.write_feather(table, path)")),
@@ -85,7 +86,26 @@ def _is_arrow_stream(one: Candidate) -> bool:
 
 
 def _is_safetensors(one: Candidate) -> bool:
-    return one.head[8:9] == b"{" and int.from_bytes(one.head[:8], "little") < 1 << 32
+    # The second of 8-byte tokens may look like a brace too; the text of a header has no zeros.
+    text = one.dtype is None or b"\0" not in one.head[8:64]
+    return one.head[8:9] == b"{" and int.from_bytes(one.head[:8], "little") < 1 << 32 and text
+
+
+def _is_llm_c(one: Candidate) -> bool:
+    return bool(lazy_import("legroom.formats.token_reader").is_llm_c(one.file))
+
+
+def _is_tokens(one: Candidate) -> bool:
+    """A flat token file has no marks: the caller's dtype says that it is one, unless it is something else."""
+    if one.dtype is None:
+        return False
+    other = lazy_import("legroom.formats.token_reader").other_format(one.file, one.dtype)
+    if other in _COMPRESSED_NAMES or one.head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
+        raise _unknown(one)
+    if other is not None:
+        why = say("dtype={dtype!r} was given, but the file looks like {other}", dtype=one.dtype, other=other)
+        raise _unknown(one, why)
+    return True
 
 
 def _contains(*names: str) -> Callable[[Path], bool]:
@@ -181,11 +201,38 @@ FORMATS = (
         recognizes_directory=_contains("dataset_info.json", "dataset_dict.json"),
         directory_files=_hf_dataset_files,
     ),
+    Format(
+        "megatron",
+        "legroom.formats.megatron_reader:MegatronReader",
+        "token files",
+        recognizes=_starts_with(b"MMIDIDX\0\0"),
+        takes_dtype=True,
+        endings=(".idx",),
+    ),
+    Format(
+        "llm.c",
+        "legroom.formats.token_reader:TokenReader",
+        "token files",
+        recognizes=_is_llm_c,
+        at_offsets=True,
+        takes_dtype=True,
+    ),
+    Format(
+        "tokens",
+        "legroom.formats.token_reader:TokenReader",
+        "token files",
+        recognizes=_is_tokens,
+        at_offsets=True,
+        takes_dtype=True,
+    ),
 )
 
 
 def open_source(
-    path: str | os.PathLike[str], keys: str | Iterable[str] | None = None, memory: DecodingMemory = UNLIMITED
+    path: str | os.PathLike[str],
+    keys: str | Iterable[str] | None = None,
+    memory: DecodingMemory = UNLIMITED,
+    dtype: str | None = None,
 ) -> BaseReader:
     """Open a data file.
 
@@ -193,18 +240,34 @@ def open_source(
         path: The file, or a directory of a format that has directories (Zarr).
         keys: The items, or groups of items, to read; None: all.
         memory: What describing and decoding may take.
+        dtype: Of a flat token file, which does not say it itself; None refuses such a file.
     """
     found, selection = Path(path), Selection(keys)
     if _is_directory(found):
-        return directory_format(found).open(found, selection, memory)
+        return _open(directory_format(found), found, selection, memory, dtype)
     with SourceFile(found) as file:
         if file.size == 0:
             raise damaged(found, say("it is empty (0 bytes)"))
-        known = _file_format(Candidate(file))
+        known = _file_format(Candidate(file, dtype))
         plain = known.format if isinstance(known, PluginFormat) else known
         if not plain.reads_at_offsets(selection):
             file.wait_for_all()
-    return known.open(found, selection, memory)
+    return _open(known, found, selection, memory, dtype)
+
+
+def _open(
+    known: Format | PluginFormat, path: Path, selection: Selection, memory: DecodingMemory, dtype: str | None
+) -> BaseReader:
+    plain = known.format if isinstance(known, PluginFormat) else known
+    if dtype is not None and not plain.takes_dtype:
+        raise UsageError(
+            say("dtype={dtype!r} cannot be used with {path}", dtype=dtype, path=path),
+            why=say("it is a {kind} file, which states the types of its arrays", kind=plain.name),
+            fix=(say("omit dtype"),),
+        )
+    if isinstance(known, PluginFormat):
+        return known.open(path, selection, memory)
+    return known.open(path, selection, memory, dtype)
 
 
 def _is_directory(path: Path) -> bool:
@@ -243,9 +306,9 @@ def directory_files(path: Path) -> Sequence[Path] | None:
     return known.directory_files(path)
 
 
-def _unknown(candidate: Candidate) -> UnknownFormat:
-    path, head, why, fix = candidate.path, candidate.head, "", ""
-    if head.startswith(_ZIP):
+def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
+    path, head, given, fix = candidate.path, candidate.head, why, ""
+    if not why and head.startswith(_ZIP):
         why, fix = say("it is a zip archive without .npy members"), say("extract it and pass one of its files")
     for mark, (name, command) in _COMPRESSED.items():
         if not why and head.startswith(mark):
@@ -254,12 +317,17 @@ def _unknown(candidate: Candidate) -> UnknownFormat:
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
+    flat = not given and (not why or head.startswith(b"\x80"))
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
     readable = ", ".join(dict.fromkeys(one.title or one.name for one in FORMATS))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
-        fix=(*([fix] if fix else []), say("convert it to one of: {readable}", readable=readable)),
+        fix=(
+            *([fix] if fix else []),
+            say("convert it to one of: {readable}", readable=readable),
+            *([say("if it is a flat file of tokens, pass their type: dtype='uint16'")] if flat else []),
+        ),
     )
 
 

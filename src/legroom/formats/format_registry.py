@@ -35,8 +35,9 @@ _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 class Candidate:
     """A file whose format is to be recognized. It is not empty."""
 
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, dtype: str | None = None) -> None:
         self.file = file
+        self.dtype = dtype  # that the caller gave
         self.path = file.path
         self.size = file.size
         self.head = file.read_at(0, min(_HEAD, file.size))  # its first 512 bytes
@@ -67,6 +68,7 @@ class Format:
             the directory is part of the data, and an added file makes it another dataset.
         at_offsets: It reads through SourceFile at offsets alone, so also while the file is being downloaded.
         at_offsets_with_keys: The same, if keys are selected.
+        takes_dtype: Its reader has a third argument: the type of tokens that the caller gave, or None.
         endings: Of file names, to suggest a pattern for a directory of such files.
     """
 
@@ -78,19 +80,20 @@ class Format:
     directory_files: Callable[[Path], Sequence[Path]] | None = None
     at_offsets: bool = False
     at_offsets_with_keys: bool = False
+    takes_dtype: bool = False
     endings: tuple[str, ...] = ()
 
     def reads_at_offsets(self, selection: Selection) -> bool:
         """Whether a file is read where it is needed, and not as a whole first."""
         return self.at_offsets or (self.at_offsets_with_keys and selection.keys is not None)
 
-    def open(self, path: Path, selection: Selection, memory: DecodingMemory) -> BaseReader:
+    def open(self, path: Path, selection: Selection, memory: DecodingMemory, dtype: str | None = None) -> BaseReader:
         """A reader of that file or directory."""
-        kind = self.reader
+        kind: Any = self.reader
         if isinstance(kind, str):
             module, _, name = kind.partition(":")
             kind = getattr(lazy_import(module), name)
-        reader: BaseReader = kind(path, selection)
+        reader: BaseReader = kind(path, selection, dtype) if self.takes_dtype else kind(path, selection)
         reader.memory = memory
         return reader
 

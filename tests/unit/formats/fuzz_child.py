@@ -37,7 +37,7 @@ def digest_table(table: Any) -> str:
     return hashlib.md5(repr((table.num_rows, content)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def ours(path: Path) -> dict[str, Any]:
+def ours(path: Path, dtype: str | None) -> dict[str, Any]:
     import pyarrow as pa
 
     from legroom.errors import LegroomError
@@ -46,7 +46,7 @@ def ours(path: Path) -> dict[str, Any]:
 
     found: dict[str, str] = {}
     try:
-        with open_source(path) as reader:
+        with open_source(path, dtype=dtype) as reader:
             description = reader.describe()
             json.dumps(dict(description.attributes), allow_nan=False)
             if description.nbytes > MOST:
@@ -92,7 +92,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever else prints
     for line in sys.stdin:
         name, _, path = line.rstrip("\n").partition("\t")
-        answer = ours(Path(path)) if sys.argv[1] == "ours" else reference(samples[name], Path(path))
+        sample = samples[name]
+        answer = ours(Path(path), sample.dtype) if sys.argv[1] == "ours" else reference(sample, Path(path))
         answers.write(json.dumps(answer) + "\n")
 
 

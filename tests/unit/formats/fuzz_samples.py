@@ -9,10 +9,14 @@ import numpy as np
 from format_samples import (
     Sample,
     hf_saved,
+    llm_c,
+    megatron_index,
     ragged_pairs,
     read_h5,
     read_ipc,
+    read_llm_c,
     read_lmdb,
+    read_megatron,
     read_npy,
     read_npz,
     read_safetensors,
@@ -55,6 +59,20 @@ def _safetensors(folder: Path) -> Path:
     from safetensors.numpy import save_file
 
     save_file({"a": np.arange(6.0), "b/c": np.zeros((2, 2), np.int8)}, folder / "x", metadata={"k": "v"})
+    return folder / "x"
+
+
+def _megatron(folder: Path, dtype: str = "uint16", modes: bool = False) -> Path:
+    np.arange(40, dtype=dtype).tofile(folder / "x.bin")
+    (folder / "damaged.bin").unlink(missing_ok=True)
+    (folder / "damaged.bin").symlink_to("x.bin")
+    lengths = [5, 0, 20, 15]
+    (folder / "x").write_bytes(megatron_index(lengths, [0, 1, 4], dtype, [0, 1, 0, 1] if modes else None))
+    return folder / "x"
+
+
+def _tokens(folder: Path) -> Path:
+    np.arange(500, 700, dtype=">u2").tofile(folder / "x")
     return folder / "x"
 
 
@@ -164,6 +182,10 @@ TINY = [
     Sample("npz-compressed", "npz", lambda f: _npz(f, compressed=True), read_npz),
     Sample("safetensors", "safetensors", _safetensors, read_safetensors),
     Sample("torch", "torch", _torch, _read_torch),
+    Sample("megatron", "megatron", _megatron, read_megatron),
+    Sample("megatron-modes", "megatron", lambda f: _megatron(f, "int64", modes=True), read_megatron),
+    Sample("llm.c", "llm.c", lambda f: llm_c(f, "x", count=30), read_llm_c),
+    Sample("tokens", "tokens", _tokens, lambda path: {"tokens": np.fromfile(path, ">u2")}, dtype=">u2"),
     Sample("zarr-2", "zarr", lambda f: _zarr(f, 2), read_zarr),
     Sample("zarr-3", "zarr", lambda f: _zarr(f, 3), read_zarr),
     Sample("lmdb", "lmdb", _lmdb, _read_lmdb),

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from legroom.errors import UsageError
-from legroom.loader.batches.batch_settings import BatchSettings, columns_of, gatherer_for
+from legroom.loader.batches.batch_settings import BatchSettings, columns_of, gatherer_for, windows_of
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer
 from legroom.loader.rank_sampler import RankSampler, SampledBatch, permutation, process_group, rank_and_world
 from legroom.messages import listed, phrase, say
@@ -62,8 +62,16 @@ class Batches:
     def __init__(self, data: Data, settings: BatchSettings) -> None:
         settings.check()
         self._data, self._settings = data, settings
-        columns = columns_of(data, settings.keys)
-        self._fingerprint = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
+        length, windows = settings.sequence_length, None
+        columns: Mapping[str, Column]
+        if length is None:
+            columns = columns_of(data, settings.keys)
+        else:
+            tokens = windows_of(data, length, settings.stride)
+            columns = {"tokens": tokens}
+            windows = [length, settings.stride or length, str(tokens.dtype)]
+        found = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
+        self._fingerprint = replace(found, windows=windows)
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())
         self.sampler = RankSampler(
             rows=self._fingerprint.rows,
@@ -306,6 +314,7 @@ class Fingerprint:
     seed: int
     digest: str | None  # of the source, where it was hashed
     columns: list[str]  # with types and shapes
+    windows: list[Any] | None = None  # of a token file: sequence_length, stride and dtype
 
 
 class EpochPosition(NamedTuple):
@@ -328,12 +337,15 @@ def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, s
 
 def as_dict(position: EpochPosition, of: Fingerprint) -> dict[str, Any]:
     """The state, which can be pickled or written as JSON."""
-    return {"version": VERSION, "epoch": position.epoch, "position": position.position, **asdict(of)}
+    state = {"version": VERSION, "epoch": position.epoch, "position": position.position, **asdict(of)}
+    if of.windows is None:
+        del state["windows"]  # as in states from before there were windows
+    return state
 
 
 def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
     """The position in a state, if the state belongs to the data and order of ``here``."""
-    wanted = {"version", "epoch", "position", *asdict(here)}
+    wanted = {"version", "epoch", "position", *asdict(here)} - {"windows"}
     if not isinstance(state, Mapping) or not wanted <= state.keys():
         raise _refused(
             phrase("this is not a state_dict of data.batches"),
@@ -348,6 +360,14 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
             phrase("load it with the version of Legroom that saved it"),
             version=state["version"],
             ours=VERSION,
+        )
+    if state.get("windows") != here.windows:
+        raise _refused(
+            phrase("the state was saved with other windows"),
+            phrase("sequence_length, stride and dtype: {theirs} in the state, {ours} here"),
+            phrase("pass the sequence_length, stride and dtype that it was saved with"),
+            theirs=state.get("windows"),
+            ours=here.windows,
         )
     for name in ("rows", "digest", "columns"):
         if not _agree(name, state, here):

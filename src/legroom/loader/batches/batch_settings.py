@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from legroom.loader.batches.legroom_open import Data
 
 
+NDArray = np.ndarray[Any, Any]
 FORMATS = ("torch", "numpy")
 # Paths that ``path=`` may force; the others follow from the arguments or are the last resort.
 CUDA_PATHS = ("cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned")
@@ -63,6 +64,8 @@ class BatchSettings:
     transform: Callable[[dict[str, Any]], Any] | None = None
     resident: bool = False
     path: str | None = None
+    sequence_length: int | None = None
+    stride: int | None = None
 
     @property
     def on_host(self) -> bool:
@@ -83,6 +86,7 @@ class BatchSettings:
                 why=say("transform receives a batch: a dict of columns"),
                 fix=(say("transform=lambda batch: {**batch, 'images': batch['images'] / 255}"),),
             )
+        self._check_windows()
         if self.resident and self.on_host:
             raise UsageError(
                 say("resident=True needs a device"),
@@ -105,6 +109,26 @@ class BatchSettings:
                 why=say("numpy arrays are in RAM, not in GPU memory"),
                 fix=("format='torch'", say("or remove device")),
             )
+
+    def _check_windows(self) -> None:
+        if self.sequence_length is None:
+            if self.stride is not None:
+                raise UsageError(
+                    say("stride={stride} needs sequence_length", stride=self.stride),
+                    why=say("stride is the distance of windows of a token file"),
+                    fix=("sequence_length=1024",),
+                )
+            return
+        check_integer("sequence_length", self.sequence_length, 1)
+        if self.stride is not None:
+            check_integer("stride", self.stride, 1)
+        for name in ("keys", "resident"):
+            if getattr(self, name):
+                raise UsageError(
+                    say("{name} cannot be used with sequence_length", name=name),
+                    why=say("windows are made of the tokens of the file, and gathered in RAM"),
+                    fix=(say("remove {name}", name=name),),
+                )
 
 
 _TENSORS = phrase("batches of tensors")
@@ -136,6 +160,31 @@ def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, 
         )
     _require_same_length(found)
     return found
+
+
+# The array of tokens, by the source's format.
+_TOKENS = {"tokens": "tokens", "llm.c": "tokens", "megatron": "sequences/values"}
+
+
+def windows_of(data: CachedData, length: int, stride: int | None) -> NDArray:
+    """The column of windows of a token file: a view in which row i is the ``length + 1`` tokens from i × stride on."""
+    kind = data.info.format
+    if kind not in _TOKENS:
+        raise UsageError(
+            say("sequence_length needs a token file"),
+            why=say("{path} has the format {kind}", path=listed(data.info.sources[:1]), kind=kind),
+            fix=(say("remove sequence_length"), say("open a token file: legroom.open('train.bin', dtype='uint16')")),
+        )
+    tokens = data[_TOKENS[kind]]
+    if len(tokens) <= length:
+        raise UsageError(
+            say("the file is shorter than one window"),
+            why=say("it has {count} tokens; sequence_length={length} needs {needed}: one more for the last target",
+                    count=len(tokens), length=length, needed=length + 1),
+            fix=(say("pass sequence_length={most} or less", most=max(1, len(tokens) - 1)),),
+        )  # fmt: skip
+    windows: NDArray = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[:: stride or length]
+    return windows
 
 
 def _names(data: CachedData, asked: tuple[str, ...] | None) -> list[str]:
@@ -176,7 +225,6 @@ def _select_these(names: Iterable[str]) -> str:
     return say("select the columns: keys=[{names}]", names=", ".join(map(repr, names)))
 
 
-NDArray = np.ndarray[Any, Any]
 _KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate
 
 
@@ -188,7 +236,7 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
 
         tensor = torch.from_numpy
     if settings.on_host:
-        key = (tuple(columns), settings.batch_size, settings.format)
+        key = (tuple(columns), settings.batch_size, settings.format, settings.sequence_length, settings.stride)
         found = data.gatherers.pop(key, None) or HostGatherer(columns, settings.batch_size, tensor)
         data.gatherers[key] = found
         while len(data.gatherers) > _KEPT_GATHERERS:

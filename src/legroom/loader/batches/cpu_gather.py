@@ -95,6 +95,9 @@ def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | N
     wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
     if isinstance(column, Ragged):
         return partial(_rows, column, wrap)
+    if not column.flags.c_contiguous and column.nbytes:
+        windows = _WindowTaker(column)
+        return lambda rows, one_core: wrap(windows(rows))
     take = _ArrayTaker(column, min(batch_size, len(column)))
     return lambda rows, one_core: wrap(take(rows, one_core))
 
@@ -116,6 +119,22 @@ class _ArrayTaker:
         out = self._buffers.take(len(rows) * self._row)
         self._copier.copy(rows, out.reshape(len(rows), self._row), one_core=one_core)
         return out.view(self._dtype).reshape(shape)
+
+
+class _WindowTaker:
+    """Rows that overlap or have gaps between them: windows of tokens.
+
+    ``numpy.take`` would first copy the whole column. Indexing rows as single items is as fast as ``take`` on a column
+    without gaps; it cannot write into a buffer.
+    """
+
+    def __init__(self, column: NDArray) -> None:
+        self._shape, self._dtype = column.shape[1:], column.dtype
+        row = prod(self._shape) * column.itemsize
+        self._items = column.reshape(len(column), prod(self._shape)).view(f"V{row}")[:, 0]
+
+    def __call__(self, rows: NDArray) -> NDArray:
+        return self._items[rows].view(self._dtype).reshape(len(rows), *self._shape)
 
 
 def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.find_or_build_entry import OpenRequest, Where, open_as, source_paths
 from legroom.formats.base_reader import Selection
-from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 
 if TYPE_CHECKING:
     from legroom.loader.batches.batch_iterator import Batches
@@ -53,6 +53,8 @@ class Data(CachedData):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         resident: bool = False,
         path: str | None = None,
+        sequence_length: int | None = None,
+        stride: int | None = None,
     ) -> Batches:
         """Iterate over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
 
@@ -73,6 +75,9 @@ class Data(CachedData):
             resident: With a device, keep the arrays in GPU memory.
             path: With a device, use this path instead of the one that is chosen: cuda-copy-engine, cuda-kernel,
                 cuda-registered or cuda-pinned. ``batches.path`` and ``batches.why`` show the choice.
+            sequence_length: Of a token file: make batches of windows. ``batch["tokens"]`` has the shape
+                (batch_size, sequence_length + 1): the inputs are ``[:, :-1]``, the targets ``[:, 1:]``.
+            stride: Tokens from the start of one window to that of the next; None: sequence_length.
         """
         with import_lock:
             from legroom.loader.batches.batch_iterator import Batches
@@ -93,6 +98,8 @@ class Data(CachedData):
             transform=transform,
             resident=resident,
             path=path,
+            sequence_length=sequence_length,
+            stride=stride,
         )
         return Batches(self, settings)
 
@@ -107,10 +114,12 @@ def open(
     progress: Callable[[int, int], None] | None = None,
     evict: bool = True,
     revalidate: bool = False,
+    dtype: Any = None,
 ) -> Data:
     """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
 
-    The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read.
+    The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr, safetensors and
+    token files (Megatron's, llm.c's and flat ones) can be read.
 
     Args:
         path: A file, the directory of a Zarr store, a URL (``"s3://bucket/key"``, ``"https://…"``, any protocol of
@@ -125,6 +134,9 @@ def open(
         evict: Remove unused entries when space is needed; False raises NoRoom instead.
         revalidate: Ask the server of a URL whether the object has changed, even if that was done less than
             ``LEGROOM_REMOTE_FRESH`` seconds (60) ago.
+        dtype: The type of the numbers in a flat token file, such as ``"uint16"``; little-endian unless it says
+            otherwise. Other formats state their types themselves.
     """
-    request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict, revalidate)
+    kind = None if dtype is None else lazy_import("legroom.formats.token_reader").token_dtype(dtype)
+    request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict, revalidate, kind)
     return open_as(Data, request, wait=wait, progress=progress)
