@@ -93,6 +93,10 @@ def furnish(folder: Path) -> None:
     for module in ("data/__init__.py", "data/faces.py", "mytraining/data.py"):
         (folder / module).write_text(DATASETS)
     (folder / "doc_given.py").write_text(GIVEN)
+    package = folder / "points_reader-1.0.dist-info"  # as if pip had installed the package of howto/add-format.md
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: points-reader\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[legroom.formats]\npoints = points_reader:FORMAT\n")
     for script in ("train.py", "train_faces.py", "somebody_elses.py"):
         (folder / script).write_text(TRAINING)
     (folder / "train.log").write_text(DEATH)
