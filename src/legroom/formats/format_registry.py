@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class Format:
         kind = self.reader
         if isinstance(kind, str):
             module, _, name = kind.partition(":")
-            kind = getattr(lazy_import(module), name)
+            # The lock of lazy_import is for our own modules: see there.
+            kind = getattr(lazy_import(module) if module.startswith("legroom.") else import_module(module), name)
         reader: BaseReader = kind(path, selection)
         reader.memory = memory
         return reader
@@ -233,6 +235,7 @@ class PluginReader(BaseReader):
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        self._callers = None
         try:
             with plugin_errors(self._plugin.package, self.path):
                 yield

@@ -278,3 +278,18 @@ def test_the_reader_of_the_page_passes_the_contract_tests(tmp_path: Path) -> Non
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout and "failed" not in ran.stdout
+
+
+def test_a_reader_by_name_is_imported_for_its_first_file(install: Install, tmp_path: Path) -> None:
+    install(READER, package="acme_readers", point="NOTHING")
+    path, array = points(tmp_path)
+    install(
+        "from legroom.formats import Format\n"
+        'FORMAT = Format("points", "acme_readers:PointsReader", recognizes=lambda one: one.head[:4] == b"PNTS")'
+    )
+    np.testing.assert_array_equal(legroom.open(path)["xyz"], array)
+
+
+def test_pytest_is_needed_by_nothing_but_the_contract_tests() -> None:
+    code = "import sys, legroom, legroom.formats.detect, legroom.cache.find_or_build_entry\nassert 'pytest' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
