@@ -14,6 +14,8 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from format_samples import hf_saved
+from lmdb_files import write_lmdb
 
 GIVEN = '''
 """Names that blocks may be given: pages speak of the reader's own dataset, model and training step."""
@@ -90,9 +92,15 @@ def furnish(folder: Path) -> None:
     for number in range(2):
         np.save(folder / "shards" / f"{number}.npy", np.full((8, 4), number))
     _tables(folder)
+    (folder / "images.lmdb").mkdir()
+    write_lmdb(folder / "images.lmdb" / "data.mdb", {b"%04d" % number: bytes(64) for number in range(16)})
     for module in ("data/__init__.py", "data/faces.py", "mytraining/data.py"):
         (folder / module).write_text(DATASETS)
     (folder / "doc_given.py").write_text(GIVEN)
+    package = folder / "points_reader-1.0.dist-info"  # as if pip had installed the package of howto/add-format.md
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: points-reader\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[legroom.formats]\npoints = points_reader:FORMAT\n")
     for script in ("train.py", "train_faces.py", "somebody_elses.py"):
         (folder / script).write_text(TRAINING)
     (folder / "train.log").write_text(DEATH)
@@ -109,6 +117,10 @@ def _tables(folder: Path) -> None:
         return
     tokens = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(range(512 * 8)), 8)
     table = pyarrow.table({"tokens": tokens, "label": list(range(512)), "text": [f"line {i}" for i in range(512)]})
+    (folder / "saved_dataset").mkdir()
+    for split in ("train", "test"):
+        hf_saved(folder / "saved_dataset" / split, table)
+    (folder / "saved_dataset" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for name in ("train/0.parquet", "train/1.parquet", "chats/0.parquet", "chats.parquet"):
         pyarrow.parquet.write_table(table, folder / name, row_group_size=128)
 

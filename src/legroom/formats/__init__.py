@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
     from legroom.formats.data_file import SourceFile, damaged
+    from legroom.formats.fill_arrays import copy_raw
     from legroom.formats.format_registry import Candidate, Format
     from legroom.formats.table_reader import TableReader
 
@@ -52,6 +53,7 @@ _HOMES = {
     "SourceFile": "data_file",
     "TableReader": "table_reader",
     "TableSpec": "base_reader",
+    "copy_raw": "fill_arrays",
     "damaged": "data_file",
 }
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "SourceFile",
     "TableReader",
     "TableSpec",
+    "copy_raw",
     "damaged",
 ]
 

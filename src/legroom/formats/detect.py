@@ -339,9 +339,10 @@ def _unknown_directory(path: Path) -> UnreadableSource:
         fix = say("pass the files in it as a pattern: '{pattern}'", pattern=pattern)
     else:
         fix = say("pass a file in it")
+    readable = ", ".join(one.title or one.name for one in FORMATS if one.recognizes_directory is not None)
     return UnreadableSource(
         say("cannot read {path}", path=path),
-        why=say("it is a directory but not a Zarr store: it has no .zgroup, .zarray or zarr.json"),
+        why=say("it is a directory, but none of these: {formats}", formats=readable),
         fix=(fix,),
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ class Format:
         kind: Any = self.reader
         if isinstance(kind, str):
             module, _, name = kind.partition(":")
-            kind = getattr(lazy_import(module), name)
+            # The lock of lazy_import is for our own modules: see there.
+            kind = getattr(lazy_import(module) if module.startswith("legroom.") else import_module(module), name)
         reader: BaseReader = kind(path, selection, dtype) if self.takes_dtype else kind(path, selection)
         reader.memory = memory
         return reader
@@ -236,6 +238,7 @@ class PluginReader(BaseReader):
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        self._callers = None
         try:
             with plugin_errors(self._plugin.package, self.path):
                 yield

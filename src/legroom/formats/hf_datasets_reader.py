@@ -40,6 +40,11 @@ from legroom.system.lazy_and_optional_imports import require
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 _MOST_JSON = 16 << 20
 _MOST_NAMES = 100_000  # in a directory of load_dataset's cache
+_STATE_FIELDS = {
+    *("_data_files", "_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns"),
+    "_split",
+}
+_OLD_STATE_FIELDS = {"_indexes", "_indices_data_files", "_indices_files"}
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 
@@ -269,6 +274,10 @@ def _saved(path: Path, name: str, read: Callable[[Path], dict[str, Any]]) -> _Sp
             why=say("its rows are those that a selection or shuffle has chosen, in another order than in its files"),
             fix=(say("save it again: datasets.load_from_disk(path).flatten_indices().save_to_disk(new_path)"),),
         )
+    if missing := _STATE_FIELDS - state.keys():
+        raise damaged(where, say("it has no {name!r}", name=min(missing)))
+    if unknown := state.keys() - _STATE_FIELDS - _OLD_STATE_FIELDS:
+        raise _unsupported(where, say("it has the unknown field {name!r}", name=min(unknown)))
     entries = _item(state, "_data_files", list, where)
     files = tuple(path / _plain(_item(one, "filename", str, where), where) for one in entries)
     if not files:

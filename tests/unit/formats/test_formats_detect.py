@@ -43,8 +43,8 @@ def test_a_link_to_itself_is_unreadable(tmp_path: Path) -> None:
         open_source(tmp_path / "loop")
 
 
-def test_a_directory_that_is_not_a_zarr_store_is_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableSource, match="not a Zarr store"):
+def test_a_directory_of_no_known_format_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSource, match="none of these: Zarr"):
         open_source(tmp_path)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doc_pages import blocks_of
 
 import legroom
 from legroom.cli.main import run
@@ -145,7 +148,6 @@ def test_another_version_of_the_package_has_an_entry_of_its_own(install: Install
 
 
 def test_attaching_reads_no_file_again(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
     import time
 
     path, array = points(tmp_path)
@@ -257,3 +259,37 @@ def test_our_own_records_are_complete() -> None:
         module, _, name = str(one.reader).partition(":")
         assert hasattr(importlib.import_module(module), name)
         assert one.recognizes or one.recognizes_directory
+
+
+def test_the_reader_of_the_page_passes_the_contract_tests(tmp_path: Path) -> None:
+    """docs/howto/add-format.md: its package, as pip would install it, and its test file."""
+    for block in blocks_of("docs/howto/add-format.md"):
+        if name := block.marks.get("file"):
+            (tmp_path / name).write_text(block.text)
+            assert name != "points_reader.py" or len(block.text.splitlines()) <= 40
+    info = tmp_path / "points_reader-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: points-reader\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\npoints = points_reader:FORMAT\n")
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_points.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout and "failed" not in ran.stdout
+
+
+def test_a_reader_by_name_is_imported_for_its_first_file(install: Install, tmp_path: Path) -> None:
+    install(READER, package="acme_readers", point="NOTHING")
+    path, array = points(tmp_path)
+    install(
+        "from legroom.formats import Format\n"
+        'FORMAT = Format("points", "acme_readers:PointsReader", recognizes=lambda one: one.head[:4] == b"PNTS")'
+    )
+    np.testing.assert_array_equal(legroom.open(path)["xyz"], array)
+
+
+def test_pytest_is_needed_by_nothing_but_the_contract_tests() -> None:
+    code = "import sys, legroom, legroom.formats.detect, legroom.cache.find_or_build_entry\nassert 'pytest' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
