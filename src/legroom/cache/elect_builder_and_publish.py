@@ -35,7 +35,7 @@ from legroom.cache.find_or_build_entry import (
 from legroom.cache.lease_and_map_entry import Attached, EntryLease, attach, lease, map_entry
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
-from legroom.cache.source_identity import Source
+from legroom.cache.source_identity import Source, StampedFolder
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import (
     BUILDING,
@@ -415,7 +415,8 @@ def _leased(store: Store, key: str) -> EntryLease:
 def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifest:
     algorithm = job.algorithm
     digest = job.digests[algorithm]
-    stamps = {file.path: str(file.stamp) for file in job.source.files}
+    in_folder = isinstance(job.source.files, StampedFolder)  # the directory has no stamp of its own
+    stamps = {file.path: str(file.stamp) for file in (() if in_folder else job.source.files)}
     return Manifest(
         key=manifest.key_of(digest, algorithm, options),
         hash=algorithm,

@@ -10,6 +10,13 @@ table_reader         what the readers of tables share: columns, Arrow IPC output
 npy_reader           .npy and .npz
 safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
+tar_reader           WebDataset shards: the files of a tar archive, grouped into samples
+tar_headers          the regular files in a tar archive: names, positions, sizes
+mds_reader           MosaicML MDS directories
+mds_index            index.json of an MDS directory: shards, columns, encodings
+image_folder_reader  folders of images, one directory per class
+gather_byte_ranges   ragged bytes that lie in many ranges of a file, read in slabs
+folder_files         the files of a directory, opened by name and compared with their stamps
 zarr_reader          Zarr version 2 and 3
 parquet_reader       Parquet, its footer and page headers
 arrow_reader         Arrow IPC files and streams, Feather version 2

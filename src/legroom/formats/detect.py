@@ -1,14 +1,14 @@
 """Open a data file by its content, not by its name: recognize the format, then create its reader.
 
-Refuses formats that run code when read (pickle) or need guessing (CSV). A directory must be a Zarr store;
-nothing below it is listed, since it may be large.
+Refuses formats that run code when read (pickle) or need guessing (CSV). A directory must be a Zarr store, an MDS
+dataset or a folder of images by class; it is recognized by a few names, since it may be large.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -18,11 +18,13 @@ from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC, member_infos
-from legroom.messages import phrase, say
+from legroom.formats.tar_headers import is_tar
+from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
 READABLE = phrase(
-    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints"
+    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints, "
+    "WebDataset tar, MosaicML MDS, folders of images by class"
 )
 
 _READERS = {  # format → module of this package, class
@@ -34,13 +36,21 @@ _READERS = {  # format → module of this package, class
     "safetensors": ("safetensors_reader", "SafetensorsReader"),
     "torch": ("torch_reader", "TorchReader"),
     "zarr": ("zarr_reader", "ZarrReader"),
+    "webdataset": ("tar_reader", "TarReader"),
+    "mds": ("mds_reader", "MdsReader"),
+    "imagefolder": ("image_folder_reader", "ImageFolderReader"),
 }
 # Read through SourceFile at offsets alone, so also while the file is being downloaded, and only where it is needed.
 _AT_OFFSETS = ("npy", "npz", "safetensors", "torch")
 _ON_DEMAND = ("hdf5", "parquet")  # these too with keys=; their libraries read them through a stream then
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
-_DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr")
-_NAMES_READ = 10_000  # of a directory that is refused, to suggest a pattern
+MDS_FILE = "index.json"
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
+_BESIDE_CLASSES = (".", "readme", "license")  # how names begin that may stand beside the directories of the classes
+_DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr", ".tar")
+_NAMES_READ = 10_000  # of a directory, to recognize it or to suggest a pattern
+_CLASSES_LOOKED_INTO = 3
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip -k"),
@@ -81,8 +91,7 @@ def open_source(
 
 def _reader(path: Path, selection: Selection) -> BaseReader:
     if _is_directory(path):
-        require_zarr_store(path)
-        return _open("zarr", path, selection)
+        return _open(directory_format(path), path, selection)
     with SourceFile(path) as file:
         if file.size == 0:
             raise damaged(path, say("it is empty (0 bytes)"))
@@ -100,6 +109,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def _kind(file: SourceFile) -> str:
+    if is_tar(file):  # before the names and files in it, which may look like other formats
+        return "webdataset"
     head = file.read_at(0, min(64, file.size))
     if head.startswith(NPY_MAGIC):
         return "npy"
@@ -176,26 +187,75 @@ def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
     return reader
 
 
-def require_zarr_store(path: Path) -> None:
-    """Raise UnreadableSource for a directory that is not a Zarr store, with a pattern of the data files in it."""
-    if any(os.path.lexists(path / mark) for mark in ZARR_FILES):
-        return
-    found = Counter(ending for name in _names(path) if (ending := os.path.splitext(name)[1]) in _DATA)
+def directory_format(path: Path) -> str:
+    """The format of a directory; UnreadableSource for any other, with a pattern of the data files in it."""
+    is_zarr = any(os.path.lexists(path / mark) for mark in ZARR_FILES)
+    if os.path.lexists(path / MDS_FILE):
+        if not is_zarr:
+            return "mds"
+        raise _not_a_dataset(
+            path, say("it has the index of an MDS dataset and that of a Zarr store"), say("separate them")
+        )
+    if is_zarr:
+        return "zarr"
+    names = _names(path)
+    found = Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in _DATA)
+    if not found and any(names.values()):
+        _require_classes(path, names)
+        return "imagefolder"
     if found:
         pattern = path / f"*{found.most_common(1)[0][0]}"
         fix = say("pass the files in it as a pattern: '{pattern}'", pattern=pattern)
     else:
         fix = say("pass a file in it")
-    raise UnreadableSource(
-        say("cannot read {path}", path=path),
-        why=say("it is a directory but not a Zarr store: it has no .zgroup, .zarray or zarr.json"),
-        fix=(fix,),
+    raise _not_a_dataset(
+        path,
+        say(
+            "it is a directory but not a Zarr store (no .zgroup, .zarray or zarr.json), not an MDS dataset "
+            "(no index.json) and not a folder of images (no subdirectories with images)"
+        ),
+        fix,
     )
 
 
-def _names(path: Path) -> list[str]:
+def _require_classes(path: Path, names: Mapping[str, bool]) -> None:
+    """Refuse a directory that may not be one directory of images per class."""
+    classes = [name for name in sorted(names) if names[name]]
+    beside = [name for name in sorted(names) if not names[name]]
+    if all(name.lower() in _SPLITS for name in classes):
+        example = path / classes[0]
+        why = say("its subdirectories are splits, not classes: {names}", names=listed(classes))
+        raise _not_a_dataset(path, why, say("pass one of them: {example}", example=example))
+    if files := [name for name in beside if not name.lower().startswith(_BESIDE_CLASSES)]:
+        why = say("it has subdirectories and the file {name!r} beside them: it is unclear what to read", name=files[0])
+        raise _not_a_dataset(path, why, say("leave nothing but the directories of the classes in it"))
+    if not any(_has_image(path / name) for name in classes[:_CLASSES_LOOKED_INTO]):
+        why = say("it is a directory without data files, and its subdirectories have no images")
+        raise _not_a_dataset(
+            path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
+        )
+
+
+def _has_image(path: Path) -> bool:
+    """Whether one of the first names below a directory is that of an image."""
+    looked = 0
+    for _, folders, files in os.walk(path):
+        looked += 1 + len(folders) + len(files)
+        if any(name.lower().endswith(IMAGES) for name in files):
+            return True
+        if looked > _NAMES_READ:
+            break
+    return False
+
+
+def _not_a_dataset(path: Path, why: str, fix: str) -> UnreadableSource:
+    return UnreadableSource(say("cannot read {path}", path=path), why=why, fix=(fix,))
+
+
+def _names(path: Path) -> dict[str, bool]:
+    """The first names in a directory, and whether each is a directory."""
     try:
         with os.scandir(path) as found:
-            return [one.name for one in islice(found, _NAMES_READ)]
+            return {one.name: one.is_dir() for one in islice(found, _NAMES_READ)}
     except OSError as problem:
         raise unreadable(path, problem) from problem
