@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from archive_samples import image_folder, mds, read_image_folder, read_mds, read_webdataset, webdataset
 
 Arrays = dict[str, np.ndarray]
 
@@ -397,4 +399,10 @@ SAMPLES = [
     Sample("arrow-zstd", "arrow", lambda f: arrow_ipc(f, compression="zstd"), table=read_ipc),
     Sample("arrow-stream", "arrow-stream", lambda f: arrow_ipc(f, stream=True), table=read_ipc),
     Sample("feather", "arrow", feather, table=read_ipc),
+    Sample("webdataset", "webdataset", webdataset, read_webdataset),
+    Sample("webdataset-gnu", "webdataset", lambda f: webdataset(f, format=tarfile.GNU_FORMAT), read_webdataset),
+    Sample("mds", "mds", mds, read_mds),
+    Sample("mds-gz", "mds", lambda f: mds(f, compression="gz"), read_mds, large=False),
+    Sample("mds-zstd", "mds", lambda f: mds(f, compression="zstd:3", hashes=("sha1", "md5")), read_mds, large=False),
+    Sample("imagefolder", "imagefolder", image_folder, read_image_folder),
 ]  # fmt: skip

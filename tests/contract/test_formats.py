@@ -17,11 +17,10 @@ from legroom.formats.detect import open_source
 
 ARRAYS = [sample for sample in SAMPLES if sample.table is None]
 TABLES = [sample for sample in SAMPLES if sample.table is not None]
+FOLDERS = ("zarr-2", "zarr-3", "mds", "mds-gz", "mds-zstd", "imagefolder")
 every_format = pytest.mark.parametrize("sample", SAMPLES, ids=str)
 every_large_format = pytest.mark.parametrize("sample", [one for one in SAMPLES if one.large], ids=str)
-every_single_file = pytest.mark.parametrize(
-    "sample", [one for one in SAMPLES if one.name not in ("zarr-2", "zarr-3")], ids=str
-)
+every_single_file = pytest.mark.parametrize("sample", [one for one in SAMPLES if one.name not in FOLDERS], ids=str)
 every_array_format = pytest.mark.parametrize("sample", ARRAYS, ids=str)
 every_table_format = pytest.mark.parametrize("sample", TABLES, ids=str)
 

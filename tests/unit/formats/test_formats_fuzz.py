@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,10 +82,23 @@ def damaged(data: bytes, how: Any) -> bytes:
     return bytes(changed)
 
 
+def write_damaged(good: Path, path: Path, how: Any) -> None:
+    """Damage a file, or one file of a directory."""
+    if good.is_file():
+        path.write_bytes(damaged(good.read_bytes(), how))
+        return
+    if path.exists():
+        shutil.rmtree(path)
+    shutil.copytree(good, path)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+    chosen = files[(how if isinstance(how, int) else how[0][0]) % len(files)]
+    chosen.write_bytes(damaged(chosen.read_bytes(), how))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="select needs pipes that Windows does not have")
 @pytest.mark.parametrize("sample", TINY, ids=str)
 def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Child], tmp_path: Path) -> None:
-    good = sample.write(tmp_path).read_bytes()
+    good = sample.write(tmp_path)
     before = children["ours"].ask(sample.name, tmp_path / "x")
     assert before["kind"] == "data", before
     assert before == children["reference"].ask(sample.name, tmp_path / "x")
@@ -93,7 +107,7 @@ def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Ch
     @given(how=damage)
     def check(how: Any) -> None:
         path = tmp_path / "damaged"
-        path.write_bytes(damaged(good, how))
+        write_damaged(good, path, how)
         answer = children["ours"].ask(sample.name, path)
         assert answer["kind"] in ("error", "data", "huge"), answer
         if answer["kind"] != "data":
