@@ -52,6 +52,12 @@ class TarReader(BaseReader):
         for name, start, size in regular_files(self._file):
             index.add(name, start, size)
         index.finish()
+        if not index.seen:
+            raise UnsupportedData(
+                say("{path} has no samples", path=self.path),
+                why=say("no file in it is named KEY.EXTENSION"),
+                fix=(say("name the files of a sample KEY.EXTENSION, with the same extensions in every sample"),),
+            )
         self._columns, self._keys = index.columns, index.keys
         self._key_text = np.frombuffer(index.key_text, np.uint8)
         specs = [spec for name, column in self._columns.items() for spec in ragged_specs(name, *column.size)]
