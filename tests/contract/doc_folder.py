@@ -6,6 +6,7 @@ block may be given. Does not cover: running anything. All stores and memories of
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from archive_samples import write_mds, write_tar
 
 GIVEN = '''
 """Names that blocks may be given: pages speak of the reader's own dataset, model and training step."""
@@ -90,6 +92,7 @@ def furnish(folder: Path) -> None:
     for number in range(2):
         np.save(folder / "shards" / f"{number}.npy", np.full((8, 4), number))
     _tables(folder)
+    _archives(folder)
     for module in ("data/__init__.py", "data/faces.py", "mytraining/data.py"):
         (folder / module).write_text(DATASETS)
     (folder / "doc_given.py").write_text(GIVEN)
@@ -111,6 +114,26 @@ def _tables(folder: Path) -> None:
     table = pyarrow.table({"tokens": tokens, "label": list(range(512)), "text": [f"line {i}" for i in range(512)]})
     for name in ("train/0.parquet", "train/1.parquet", "chats/0.parquet", "chats.parquet"):
         pyarrow.parquet.write_table(table, folder / name, row_group_size=128)
+
+
+def _archives(folder: Path) -> None:
+    """Images in shards, in an MDS directory, and in a folder by class."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return
+    files, rows = [], []
+    for number in range(16):
+        buffer = io.BytesIO()
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(buffer, "jpeg")
+        files += [(f"{number:04d}.jpg", buffer.getvalue()), (f"{number:04d}.cls", b"%d" % (number % 2))]
+        rows.append({"caption": b"an image", "image": buffer.getvalue(), "label": number.to_bytes(8, "little")})
+        path = folder / "images" / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.getvalue())
+    for number in range(2):
+        write_tar(folder / "shards" / f"train-{number}.tar", files[16 * number : 16 * number + 16])
+    write_mds(folder / "mds" / "train", [rows[:9], rows[9:]], {"caption": "str", "image": "jpeg", "label": "int"})
 
 
 def copy(template: Path, folder: Path) -> dict[str, str]:

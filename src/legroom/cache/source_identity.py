@@ -11,15 +11,15 @@ import hashlib
 import os
 import stat
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, overload
+from typing import Any, Protocol, cast
 
+from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
 from legroom.cache.mmap_and_crc32 import read_at, write_back
 from legroom.errors import (
     MissingPackage,
@@ -32,8 +32,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.base_reader import BaseReader, Description, Lookup
-from legroom.formats.data_file import arriving_bytes, changed_while_read, require_regular, unreadable, wait_for_some
-from legroom.formats.folder_files import distinct_size, latest_times, pack_fields, packed_stamp, unpacked_stamp
+from legroom.formats.data_file import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import say
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp
@@ -53,58 +52,11 @@ _SAMPLES = 16
 _HASHED_AT_ONCE = 1024  # files of a directory
 _TICK_NS = 20_000_000  # the coarsest file system clock: 10 ms at 100 Hz, with a margin
 _MOST_LINKS = 40  # the kernel's own limit
-_MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
 
 
 class Hasher(Protocol):
     def update(self, data: Any, /) -> Any: ...
     def hexdigest(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """The stat fields that identify a file's content: two equal stamps are taken for the same bytes."""
-
-    dev: int
-    ino: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, stats: os.stat_result) -> Stamp:
-        return cls(stats.st_dev, stats.st_ino, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
-
-    def __str__(self) -> str:
-        return f"{self.dev}-{self.ino}-{self.size}-{self.mtime_ns}-{self.ctime_ns}"
-
-
-@dataclass(frozen=True, slots=True)
-class StampedFile:
-    """One file, or remote object, of a source: its name in the digest, and its stamp."""
-
-    name: str
-    path: SourcePath
-    stamp: Stamp | ObjectStamp
-    local: Path | None = None  # where a remote object's bytes arrive on this machine
-    doubted: str | None = None  # the digest of an earlier download that was not as expected
-
-    @property
-    def readable(self) -> Path:
-        """The file on this machine that has its bytes."""
-        if self.local is None and isinstance(self.path, ObjectUrl):
-            raise ValueError(f"{self.path} is not on this machine")
-        return self.local or Path(self.path)
-
-    @property
-    def size(self) -> int:
-        return self.stamp.size or 0
-
-    @property
-    def changed_ns(self) -> int:
-        if isinstance(self.stamp, ObjectStamp):
-            return self.stamp.changed_ns
-        return max(self.stamp.ctime_ns, self.stamp.mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,89 +108,20 @@ class Source:
         return max((file.changed_ns for file in self.all_files), default=latest)
 
 
-class StampedFolder(Sequence[StampedFile]):
-    """The files below a directory, sorted by name. About 100 bytes each: a StampedFile takes ten times that."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
-        self._names, self._ends = bytearray(), array("Q")  # relative to the path
-        self._stamps = bytearray()
-
-    def add(self, relative: str, stats: os.stat_result) -> None:
-        """Add the next file."""
-        self._names += os.fsencode(relative)
-        self._ends.append(len(self._names))
-        self._stamps += packed_stamp(stats)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> StampedFile: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[StampedFile]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        relative = os.fsdecode(bytes(self._names[self._ends[index - 1] if index else 0 : self._ends[index]]))
-        name = f"{self.name}/{relative}" if self.name else relative
-        return StampedFile(name, self.path / relative, Stamp(*unpacked_stamp(self._stamps, index)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StampedFolder) and (self.path, self.name, self.digest) == (
-            other.path,
-            other.name,
-            other.digest,
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    @property
-    def digest(self) -> str:
-        """A hash of all names and stamps."""
-        hasher = hashlib.blake2b(digest_size=16)
-        for part in (self._names, self._ends, self._stamps):
-            hasher.update(part)
-        return hasher.hexdigest()
-
-    @property
-    def packed_stamps(self) -> bytes:
-        """The stamps of all files, one after the other."""
-        return bytes(self._stamps)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files; one with several names counts once."""
-        return distinct_size(self._stamps)
-
-    @property
-    def ctime_ns(self) -> int:
-        """The latest ctime of all files."""
-        return latest_times(self._stamps)[1]
-
-    @property
-    def changed_ns(self) -> int:
-        """When the last of the files changed."""
-        return max(latest_times(self._stamps))
-
-
 def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
     """Stamp all files of these paths. With ``ask``, ask the servers of remote objects even if that was just done."""
     files: list[StampedFile] = []
     folders: list[StampedFile] = []
-    if len(paths) == 1 and isinstance(paths[0], Path) and _is_folder(paths[0]):
-        below = _walk(paths[0], "", folders)
+    if len(paths) == 1 and isinstance(paths[0], Path) and is_folder(paths[0]):
+        below = stamp_folder(paths[0], "", folders)
         stamps = "\n".join(f"{folder.name}\0{folder.stamp}" for folder in folders) + "\n" + below.digest
         return Source(tuple(paths), below, _set_name(stamps), folders=tuple(folders))
     for path, name in zip(paths, shard_names(paths), strict=True):
         if isinstance(path, ObjectUrl):
             stamp = lazy_import("legroom.cache.recent_remote_versions").version_of(path, ask=ask)
             files.append(StampedFile(name or path.name, path, stamp))
-        elif _is_folder(path):
-            files.extend(_walk(path, name, folders))
+        elif is_folder(path):
+            files.extend(stamp_folder(path, name, folders))
         else:
             files.append(stamp_file(path, name or path.name))
     if len(paths) == 1 and len(files) == 1 and not folders and isinstance(files[0].stamp, Stamp):
@@ -332,34 +215,8 @@ def require_stamped(source: Source, readers: Iterable[BaseReader]) -> None:
 def _packed_stamps(source: Source) -> bytes:
     """The stamps of all files and directories, as a reader compares them with those it has listed."""
     files = source.files
-    inside = files.packed_stamps if isinstance(files, StampedFolder) else b"".join(map(_packed, files))
-    return inside + b"".join(map(_packed, source.folders))
-
-
-def _packed(file: StampedFile) -> bytes:
-    stamp = file.stamp
-    if not isinstance(stamp, Stamp):
-        return b""
-    return pack_fields(stamp.dev, stamp.ino, stamp.size, stamp.mtime_ns, stamp.ctime_ns)
-
-
-def stamp_file(path: Path, name: str | None = None) -> StampedFile:
-    """Stamp one regular file, from its descriptor."""
-    return StampedFile(name or path.name, path, Stamp.of(_stat_file(path)))
-
-
-def _stat_file(path: str | Path) -> os.stat_result:
-    try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        try:
-            stats = os.fstat(fd)
-        finally:
-            os.close(fd)
-    except OSError as problem:
-        raise unreadable(Path(path), problem) from problem
-    if not stat.S_ISREG(stats.st_mode):
-        require_regular(Path(path))  # raises with the kind of file
-    return stats
+    inside = files.packed_stamps if isinstance(files, StampedFolder) else b"".join(map(packed, files))
+    return inside + b"".join(map(packed, source.folders))
 
 
 def shard_names(paths: Sequence[SourcePath]) -> list[str]:
@@ -376,58 +233,6 @@ def shard_names(paths: Sequence[SourcePath]) -> list[str]:
         return ["/".join(part[common:]) for part in parts]
     base = os.path.commonpath([os.path.dirname(text) for text in texts])
     return [Path(os.path.relpath(text, base)).as_posix() for text in texts]
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except OSError as problem:
-        raise unreadable(path, problem) from problem
-
-
-def _walk(path: Path, name: str, folders: list[StampedFile]) -> StampedFolder:
-    """Stamp everything below a directory, following symbolic links as its reader does."""
-    with import_lock:  # imported here: it imports the readers' base class, which attaching does not need
-        from legroom.formats.detect import directory_format
-
-    directory_format(path)
-    found = StampedFolder(path, name)
-    # Names relative to the folder: a renamed or copied folder is the same data.
-    waiting: list[tuple[str, frozenset[tuple[int, int]] | None]] = [("", frozenset())]  # None: a file
-    reached: set[tuple[int, int]] = set()
-    again = 0
-    while waiting:
-        here, above = waiting.pop()
-        full = os.path.join(path, here) if here else os.fspath(path)
-        if above is None:
-            found.add(here, _stat_file(full))
-            continue
-        try:
-            stats = os.stat(full)
-            called = (Path(name) / here).as_posix() + "/"
-            folders.append(StampedFile(called, Path(full), Stamp.of(stats)))
-            with os.scandir(full) as listing:
-                # With its slash a directory sorts where the paths of its files do.
-                children = sorted((one.name + "/" if one.is_dir() else one.name) for one in listing)
-        except OSError as problem:
-            raise unreadable(Path(full), problem) from problem
-        this = stats.st_dev, stats.st_ino
-        again += this in reached
-        reached.add(this)
-        if this in above or again > _MOST_AGAIN:
-            raise UnreadableSource(
-                say("cannot read {path}", path=path),
-                why=say("{folder} is a link to one of its own parent directories", folder=full)
-                if this in above
-                else say("symbolic links lead to the same directories more than {most} times", most=_MOST_AGAIN),
-                fix=(say("remove the symbolic links"),),
-            )
-        inside = above | {this}
-        prefix = here + "/" if here else ""
-        waiting += [
-            (prefix + child.rstrip("/"), inside if child.endswith("/") else None) for child in reversed(children)
-        ]
-    return found
 
 
 def _links_to(path: Path) -> Iterator[StampedFile]:

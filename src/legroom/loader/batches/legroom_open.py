@@ -110,12 +110,13 @@ def open(
 ) -> Data:
     """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
 
-    The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read.
+    The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read,
+    and as raw bytes WebDataset tar, MosaicML MDS and folders of images by class.
 
     Args:
-        path: A file, the directory of a Zarr store, a URL (``"s3://bucket/key"``, ``"https://…"``, any protocol of
-            fsspec), a pattern (``"shards/*.h5"``, its matches sorted), or several of them: shards of one dataset, in
-            the order given.
+        path: A file, the directory of a Zarr store, an MDS dataset or a folder of images, a URL
+            (``"s3://bucket/key"``, ``"https://…"``, any protocol of fsspec), a pattern (``"shards/*.h5"``, its matches
+            sorted), or several of them: shards of one dataset, in the order given.
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file in place, without a copy.
