@@ -202,9 +202,9 @@ def require_stamped(source: Source, readers: Iterable[BaseReader]) -> None:
     in_folder = isinstance(source.files, StampedFolder)  # only the directory itself is kept open
     stamps = {file.stamp for file in (*(() if in_folder else source.all_files), *source.folders)}
     downloads = [os.stat(file.local) for file in source.files if source.is_remote and file.local is not None]
-    packed = _packed_stamps(source) if source.folders else b""
+    stamped = b"" if source.is_remote else _packed_stamps(source)
     for reader in readers:
-        if source.folders and not reader.is_listed_among(packed):
+        if not source.is_remote and not reader.is_listed_among(stamped):
             raise source_changed_error(source.paths[0])
         for fd in reader.descriptors():
             stats = os.fstat(fd)

@@ -9,17 +9,19 @@ can be empty but not missing.
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.data_file import SourceFile
+from legroom.formats.data_file import SourceFile, changed_while_read
 from legroom.formats.fill_arrays import Array, Progress
+from legroom.formats.folder_files import are_among, packed_stamp
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
@@ -43,14 +45,21 @@ class TarReader(BaseReader):
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
-        self._file = SourceFile(path)
+        file = SourceFile(path)
+        self._size, self._stamp = file.size, packed_stamp(os.fstat(file.fileno()))
+        # A dataset has thousands of shards, more than a process may open at once. The stamp of a file that is being
+        # downloaded changes.
+        self._kept = file if file.is_arriving else None
+        if self._kept is None:
+            file.close()
         self._columns: dict[str, _Column] = {}
         self._keys = _Column()
 
     def _describe(self) -> Description:
         index = _Index(self)
-        for name, start, size in regular_files(self._file):
-            index.add(name, start, size)
+        with self._opened() as file:
+            for name, start, size in regular_files(file):
+                index.add(name, start, size)
         index.finish()
         if not index.seen:
             raise UnsupportedData(
@@ -77,8 +86,9 @@ class TarReader(BaseReader):
             return None
         starts, offsets, what = column.starts_array(), column.offsets_array(), self._label(spec)
 
-        def decode(start: int, end: int) -> Any:
-            return gather_ranges(self._file, starts, offsets, self.memory, what, start, end)
+        def decode(start: int, end: int) -> Iterator[memoryview]:
+            with self._opened() as file:
+                yield from gather_ranges(file, starts, offsets, self.memory, what, start, end)
 
         return slabs_of_rows(offsets, decode)
 
@@ -96,12 +106,28 @@ class TarReader(BaseReader):
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
         return SLAB_MEMORY if spec.name.endswith("/values") else 0
 
+    @contextmanager
+    def _opened(self) -> Iterator[SourceFile]:
+        """The archive; SourceChanged if it is another file than at first."""
+        if self._kept is not None:
+            yield self._kept
+            return
+        with SourceFile(self.path) as file:
+            if packed_stamp(os.fstat(file.fileno())) != self._stamp:
+                raise changed_while_read(self.path)
+            yield file
+
+    def is_listed_among(self, stamps: bytes) -> bool:
+        """Whether the archive has one of these stamps."""
+        return are_among(self._stamp, stamps)
+
     def descriptors(self) -> list[int]:
-        """File descriptor of the archive."""
-        return [self._file.fileno()]
+        """File descriptor of the archive while it is being downloaded; else it is opened when it is read."""
+        return [self._kept.fileno()] if self._kept is not None else []
 
     def _close(self) -> None:
-        self._file.close()
+        if self._kept is not None:
+            self._kept.close()
 
 
 class _Column:
@@ -132,7 +158,7 @@ class _Index:
     def __init__(self, reader: TarReader) -> None:
         self._path, self._selection = reader.path, reader.selection
         what = say("the list of files in {path}", path=reader.path)
-        self._memory = GrowingMemory(reader.memory, what, reader._file.size)
+        self._memory = GrowingMemory(reader.memory, what, reader._size)
         self.columns: dict[str, _Column] = {}
         self.keys, self.key_text = _Column(), bytearray()
         self.seen: dict[str, bool] = {}  # each column's name, and whether it is selected

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import legroom
-from legroom.errors import DamagedSource, NoRoom, UnknownFormat, UnsupportedData
+from legroom.errors import DamagedSource, NoRoom, SourceChanged, UnknownFormat, UnsupportedData
 from legroom.formats import gather_byte_ranges
 from legroom.formats.decoding_memory import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
@@ -428,3 +428,28 @@ def test_shards_with_different_extensions_are_refused(tmp_path: Path) -> None:
         legroom.open(tmp_path / "s-*.tar")
     with legroom.open(tmp_path / "s-*.tar", keys=["jpg"]) as data:
         assert [row.tobytes() for row in data["jpg"]] == [b"1", b"3"]
+
+
+def test_more_shards_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many = len(list(Path("/proc/self/fd").iterdir())) + 60 if Path("/proc/self/fd").exists() else 256
+    for number in range(many):
+        write_tar(tmp_path / f"{number:04d}.tar", [(f"{number}.a", b"%d" % number)])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (many, limits[1]))
+    try:
+        with legroom.open(tmp_path / "*.tar") as data:
+            assert [int(row.tobytes()) for row in data["a"]] == list(range(many))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_shard_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [("a.a", b"1")])
+    with open_source(path) as reader:
+        reader.describe()
+        time.sleep(0.02)
+        path.unlink()
+        write_tar(path, [("a.a", b"2")])
+        with pytest.raises(SourceChanged):
+            reader.read_into("a/values", np.empty(1, np.uint8))
