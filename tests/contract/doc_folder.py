@@ -6,6 +6,7 @@ block may be given. Does not cover: running anything. All stores and memories of
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from archive_samples import write_mds, write_tar
 from format_samples import hf_saved
 from lmdb_files import write_lmdb
 
@@ -94,6 +96,7 @@ def furnish(folder: Path) -> None:
     _tables(folder)
     (folder / "images.lmdb").mkdir()
     write_lmdb(folder / "images.lmdb" / "data.mdb", {b"%04d" % number: bytes(64) for number in range(16)})
+    _archives(folder)
     for module in ("data/__init__.py", "data/faces.py", "mytraining/data.py"):
         (folder / module).write_text(DATASETS)
     (folder / "doc_given.py").write_text(GIVEN)
@@ -123,6 +126,26 @@ def _tables(folder: Path) -> None:
     (folder / "saved_dataset" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for name in ("train/0.parquet", "train/1.parquet", "chats/0.parquet", "chats.parquet"):
         pyarrow.parquet.write_table(table, folder / name, row_group_size=128)
+
+
+def _archives(folder: Path) -> None:
+    """Images in shards, in an MDS directory, and in a folder by class."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return
+    files, rows = [], []
+    for number in range(16):
+        buffer = io.BytesIO()
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(buffer, "jpeg")
+        files += [(f"{number:04d}.jpg", buffer.getvalue()), (f"{number:04d}.cls", b"%d" % (number % 2))]
+        rows.append({"caption": b"an image", "image": buffer.getvalue(), "label": number.to_bytes(8, "little")})
+        path = folder / "images" / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.getvalue())
+    for number in range(2):
+        write_tar(folder / "shards" / f"train-{number}.tar", files[16 * number : 16 * number + 16])
+    write_mds(folder / "mds" / "train", [rows[:9], rows[9:]], {"caption": "str", "image": "jpeg", "label": "int"})
 
 
 def copy(template: Path, folder: Path) -> dict[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from archive_samples import image_folder, mds, read_image_folder, read_mds, read_webdataset, webdataset
 from lmdb_files import write_lmdb
 
 from legroom.testing import Arrays
@@ -570,4 +572,10 @@ SAMPLES = [
     Sample("hf-saved", "hf-datasets", lambda f: hf_saved(f, hf_table(), 3), table=lambda _: hf_table()),
     Sample("hf-downloaded", "hf-datasets", hf_downloaded, table=lambda _: hf_table().drop_columns(["when"])),
     Sample("feather", "arrow", feather, table=read_ipc, attributes=NOTES),
+    Sample("webdataset", "webdataset", webdataset, read_webdataset),
+    Sample("webdataset-gnu", "webdataset", lambda f: webdataset(f, format=tarfile.GNU_FORMAT), read_webdataset),
+    Sample("mds", "mds", mds, read_mds),
+    Sample("mds-gz", "mds", lambda f: mds(f, compression="gz"), read_mds, large=False),
+    Sample("mds-zstd", "mds", lambda f: mds(f, compression="zstd:3", hashes=("sha1", "md5")), read_mds, large=False),
+    Sample("imagefolder", "imagefolder", image_folder, read_image_folder, cut_shows=False),
 ]  # fmt: skip

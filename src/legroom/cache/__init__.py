@@ -28,6 +28,7 @@ Stores and entries:
     mmap_and_crc32          read and write at an offset, CRC-32, mmap copy-on-write, prefault
     capacity                how much still fits: file system, inodes, memory, cgroups, reservations
     manifest                what an entry holds: keys, manifest.json, .npy headers
+    file_stamps             stamps of a file, and of all files below a directory
     source_identity         which data a path stands for: file stamps and digests
     remembered_digests      the digest remembered for each source
     recent_remote_versions  the version of a remote object, asked at most once a minute

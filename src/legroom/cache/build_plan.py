@@ -97,6 +97,7 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
     arrays: list[ArrayTarget] = []
     tables: list[TableTarget] = []
     _same_names(descriptions)
+    _same_classes(descriptions)
     for item in first.items:
         if isinstance(item, TableSpec):
             tables.extend(_tables(item, descriptions))
@@ -136,6 +137,17 @@ def _same_names(descriptions: Sequence[Description]) -> None:
         if others != names:
             odd = sorted(others ^ names)[0]
             raise _cannot_join(odd, say("file {index} and file 1 have different names", index=index + 1))
+
+
+def _same_classes(descriptions: Sequence[Description]) -> None:
+    """A label is the number of a class in its own folder: the folders must have the same classes."""
+    first = descriptions[0]
+    for index, other in enumerate(descriptions):
+        if "imagefolder" in (first.format, other.format) and (first.format, first.attributes) != (
+            other.format,
+            other.attributes,
+        ):
+            raise _cannot_join("label", say("folder {index} and folder 1 have different classes", index=index + 1))
 
 
 def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[ArraySpec, tuple[Piece, ...]]:

@@ -155,16 +155,23 @@ class CachedData(Mapping[str, Any]):
             )
         return found
 
-    def dataset(self, *names: str, transform: Callable[..., Any] | None = None) -> SharedDataset:
+    def dataset(
+        self,
+        *names: str,
+        transform: Callable[..., Any] | None = None,
+        decode: Mapping[str, Callable[[Any], Any]] | None = None,
+    ) -> SharedDataset:
         """A torch map-style Dataset of the rows of these arrays. ``transform`` gets one argument per array.
 
-        Columns of tables count as arrays. Without names all are used.
+        Columns of tables count as arrays. Without names all are used. ``decode`` maps names to functions of one value,
+        called where the row is read, before ``transform``: ``decode={"jpg": read_image}``. A row of ragged bytes is
+        passed to it as ``bytes``.
         """
         with import_lock:
             from legroom.cache.torch_dataset import shared_dataset
 
         self._open()
-        return shared_dataset(self, names or self._leaves(), transform)
+        return shared_dataset(self, names or self._leaves(), transform, decode)
 
     def ready(self, timeout: float | None = None) -> bool:
         """Wait until every page is mapped, so that the first epoch is as fast as the second."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from legroom.cache import capacity, downloads_in_store, locks, manifest, remembered_digests, source_identity
 from legroom.cache.build_plan import SourceLayout, plan_files
+from legroom.cache.file_stamps import StampedFolder
 from legroom.cache.find_or_build_entry import (
     OpenRequest,
     discard_unusable,
@@ -418,7 +419,8 @@ def _leased(store: Store, key: str) -> EntryLease:
 def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifest:
     algorithm = job.algorithm
     digest = job.digests[algorithm]
-    stamps = {file.path: str(file.stamp) for file in job.source.files}
+    in_folder = isinstance(job.source.files, StampedFolder)  # the directory has no stamp of its own
+    stamps = {file.path: str(file.stamp) for file in (() if in_folder else job.source.files)}
     return Manifest(
         key=manifest.key_of(digest, algorithm, options),
         hash=algorithm,

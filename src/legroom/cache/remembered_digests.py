@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from legroom.cache.file_stamps import Stamp
 from legroom.cache.manifest import is_key
 from legroom.cache.mmap_and_crc32 import write_all
-from legroom.cache.source_identity import DIGITS, Source, Stamp, same_lookup
+from legroom.cache.source_identity import DIGITS, Source, same_lookup
 from legroom.cache.store_directories import Store, is_resource_shortage, store_lock
 from legroom.formats.base_reader import Lookup
 

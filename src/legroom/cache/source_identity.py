@@ -13,10 +13,13 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
 from legroom.cache.mmap_and_crc32 import read_at, write_back
 from legroom.errors import (
     MissingPackage,
@@ -29,7 +32,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.base_reader import BaseReader, Description, Lookup
-from legroom.formats.data_file import arriving_bytes, require_regular, unreadable, wait_for_some
+from legroom.formats.data_file import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import say
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp
@@ -45,9 +48,9 @@ _CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
 _ARRIVING = 2 << 20
 _MAPPED = 8 << 20  # of an arriving file that needs no copy
 _SAMPLES = 16
+_HASHED_AT_ONCE = 1024  # files of a directory
 _TICK_NS = 20_000_000  # the coarsest file system clock: 10 ms at 100 Hz, with a margin
 _MOST_LINKS = 40  # the kernel's own limit
-_MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
 
 
 class Hasher(Protocol):
@@ -56,57 +59,11 @@ class Hasher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """The stat fields that identify a file's content: two equal stamps are taken for the same bytes."""
-
-    dev: int
-    ino: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, stats: os.stat_result) -> Stamp:
-        return cls(stats.st_dev, stats.st_ino, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
-
-    def __str__(self) -> str:
-        return f"{self.dev}-{self.ino}-{self.size}-{self.mtime_ns}-{self.ctime_ns}"
-
-
-@dataclass(frozen=True, slots=True)
-class StampedFile:
-    """One file, or remote object, of a source: its name in the digest, and its stamp."""
-
-    name: str
-    path: SourcePath
-    stamp: Stamp | ObjectStamp
-    local: Path | None = None  # where a remote object's bytes arrive on this machine
-    doubted: str | None = None  # the digest of an earlier download that was not as expected
-
-    @property
-    def readable(self) -> Path:
-        """The file on this machine that has its bytes."""
-        if self.local is None and isinstance(self.path, ObjectUrl):
-            raise ValueError(f"{self.path} is not on this machine")
-        return self.local or Path(self.path)
-
-    @property
-    def size(self) -> int:
-        return self.stamp.size or 0
-
-    @property
-    def changed_ns(self) -> int:
-        if isinstance(self.stamp, ObjectStamp):
-            return self.stamp.changed_ns
-        return max(self.stamp.ctime_ns, self.stamp.mtime_ns)
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """The paths to open, in the order of their rows, and every file that holds their data."""
 
     paths: tuple[SourcePath, ...]
-    files: tuple[StampedFile, ...]
+    files: Sequence[StampedFile]
     name: str  # names its record and its election lock
     referenced: tuple[StampedFile, ...] = ()  # files that hold some of the data, found by reference
     lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
@@ -114,11 +71,13 @@ class Source:
     links: tuple[StampedFile, ...] = ()  # symbolic links on the paths of ``referenced``
 
     @property
-    def all_files(self) -> tuple[StampedFile, ...]:
-        return self.files + self.referenced
+    def all_files(self) -> Sequence[StampedFile]:
+        return (*self.files, *self.referenced) if self.referenced else self.files
 
     @property
     def size(self) -> int:
+        if isinstance(self.files, StampedFolder):
+            return self.files.size
         return sum(size or 0 for size in {file.stamp: file.stamp.size for file in self.all_files}.values())
 
     @property
@@ -129,7 +88,7 @@ class Source:
     @property
     def has_versions(self) -> bool:
         """Whether all of it is in remote storage, and each object's version is vouched for."""
-        stamps = [file.stamp for file in self.files]
+        stamps = (file.stamp for file in self.files)
         return all(isinstance(stamp, ObjectStamp) and stamp.by_ranges for stamp in stamps)
 
     @property
@@ -142,27 +101,37 @@ class Source:
     @property
     def changed_ns(self) -> int:
         """When the last of the files changed."""
-        files = (*self.all_files, *self.folders)
-        return max((file.changed_ns for file in files), default=0)
+        latest = max((file.changed_ns for file in self.folders), default=0)
+        if isinstance(self.files, StampedFolder):
+            return max(latest, self.files.changed_ns)
+        return max((file.changed_ns for file in self.all_files), default=latest)
 
 
 def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
     """Stamp all files of these paths. With ``ask``, ask the servers of remote objects even if that was just done."""
     files: list[StampedFile] = []
     folders: list[StampedFile] = []
+    if len(paths) == 1 and isinstance(paths[0], Path) and is_folder(paths[0]):
+        below = stamp_folder(paths[0], "", folders)
+        if folders:  # everything below it
+            stamps = "\n".join(f"{folder.name}\0{folder.stamp}" for folder in folders) + "\n" + below.digest
+            return Source(tuple(paths), below, _set_name(stamps), folders=tuple(folders))
     for path, name in zip(paths, shard_names(paths), strict=True):
         if isinstance(path, ObjectUrl):
             stamp = lazy_import("legroom.cache.recent_remote_versions").version_of(path, ask=ask)
             files.append(StampedFile(name or path.name, path, stamp))
-        elif _is_folder(path):
-            _walk(path, name, files, folders)
+        elif is_folder(path):
+            files.extend(stamp_folder(path, name, folders))
         else:
             files.append(stamp_file(path, name or path.name))
     if len(paths) == 1 and len(files) == 1 and not folders and isinstance(files[0].stamp, Stamp):
         return Source(tuple(paths), tuple(files), str(files[0].stamp))
     listed = "\n".join(sorted(f"{file.name}\0{_which(file)}{file.stamp}" for file in (*files, *folders)))
-    name = "set-" + hashlib.blake2b(os.fsencode(listed), digest_size=16).hexdigest()
-    return Source(tuple(paths), tuple(files), name, folders=tuple(folders))
+    return Source(tuple(paths), tuple(files), _set_name(listed), folders=tuple(folders))
+
+
+def _set_name(listed: str) -> str:
+    return "set-" + hashlib.blake2b(os.fsencode(listed), digest_size=16).hexdigest()
 
 
 def _which(file: StampedFile) -> str:
@@ -178,6 +147,8 @@ def version_digest(source: Source) -> str:
 
 def with_doubts(source: Source, digests: Mapping[str, str]) -> Source:
     """The source with, by path, what an earlier download of it had as its digest."""
+    if not digests:
+        return source
     return replace(source, files=tuple(replace(file, doubted=digests.get(str(file.path))) for file in source.files))
 
 
@@ -228,28 +199,24 @@ def with_referenced_files(source: Source, descriptions: Iterable[Description]) -
 
 def require_stamped(source: Source, readers: Iterable[BaseReader]) -> None:
     """Raise SourceChanged if a reader has opened another file than was stamped: a link was switched."""
-    stamps = {file.stamp for file in (*source.all_files, *source.folders)}
-    downloads = [os.stat(file.local) for file in source.files if file.local is not None]
+    in_folder = isinstance(source.files, StampedFolder)  # only the directory itself is kept open
+    stamps = {file.stamp for file in (*(() if in_folder else source.all_files), *source.folders)}
+    downloads = [os.stat(file.local) for file in source.files if source.is_remote and file.local is not None]
+    stamped = b"" if source.is_remote else _packed_stamps(source)
     for reader in readers:
+        if not source.is_remote and not reader.is_listed_among(stamped):
+            raise source_changed_error(source.paths[0])
         for fd in reader.descriptors():
             stats = os.fstat(fd)
             if Stamp.of(stats) not in stamps and not any(os.path.samestat(stats, one) for one in downloads):
                 raise source_changed_error(source.paths[0])
 
 
-def stamp_file(path: Path, name: str | None = None) -> StampedFile:
-    """Stamp one regular file, from its descriptor."""
-    try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        try:
-            stats = os.fstat(fd)
-        finally:
-            os.close(fd)
-    except OSError as problem:
-        raise unreadable(path, problem) from problem
-    if not stat.S_ISREG(stats.st_mode):
-        require_regular(path)  # raises with the kind of file
-    return StampedFile(name or path.name, path, Stamp.of(stats))
+def _packed_stamps(source: Source) -> bytes:
+    """The stamps of all files and directories, as a reader compares them with those it has listed."""
+    files = source.files
+    inside = files.packed_stamps if isinstance(files, StampedFolder) else b"".join(map(packed, files))
+    return inside + b"".join(map(packed, source.folders))
 
 
 def shard_names(paths: Sequence[SourcePath]) -> list[str]:
@@ -266,54 +233,6 @@ def shard_names(paths: Sequence[SourcePath]) -> list[str]:
         return ["/".join(part[common:]) for part in parts]
     base = os.path.commonpath([os.path.dirname(text) for text in texts])
     return [Path(os.path.relpath(text, base)).as_posix() for text in texts]
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except OSError as problem:
-        raise unreadable(path, problem) from problem
-
-
-def _walk(path: Path, name: str, files: list[StampedFile], folders: list[StampedFile]) -> None:
-    """Stamp the files of a directory that its format names, or everything below it, following symbolic links."""
-    with import_lock:  # imported here: it imports the readers' base class, which attaching does not need
-        from legroom.formats.detect import directory_files
-
-    listed = directory_files(path)
-    if listed is not None:
-        files += [stamp_file(one, (Path(name) / one.relative_to(path)).as_posix()) for one in listed]
-        return
-    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
-    reached: set[tuple[int, int]] = set()
-    again = 0
-    while waiting:
-        folder, above = waiting.pop()
-        # Names relative to the folder: a renamed or copied folder is the same data.
-        here = (Path(name) / folder.relative_to(path)).as_posix()
-        try:
-            stats = os.stat(folder)
-            folders.append(StampedFile(here + "/", folder, Stamp.of(stats)))
-            with os.scandir(folder) as found:
-                children = sorted((one.name, one.is_dir()) for one in found)
-        except OSError as problem:
-            raise unreadable(folder, problem) from problem
-        this = stats.st_dev, stats.st_ino
-        again += this in reached
-        reached.add(this)
-        if this in above or again > _MOST_AGAIN:
-            raise UnreadableSource(
-                say("cannot read {path}", path=path),
-                why=say("{folder} is a link to one of its own parent directories", folder=folder)
-                if this in above
-                else say("symbolic links lead to the same directories more than {most} times", most=_MOST_AGAIN),
-                fix=(say("remove the symbolic links"),),
-            )
-        inside = above | {this}
-        for child, is_folder in children:
-            if not is_folder:
-                files.append(stamp_file(folder / child, f"{here}/{child}".removeprefix("./")))
-        waiting += [(folder / child, inside) for child, is_folder in reversed(children) if is_folder]
 
 
 def _links_to(path: Path) -> Iterator[StampedFile]:
@@ -371,13 +290,16 @@ def flush_source(source: Source) -> None:
 
     File system clocks are coarse: a file written a moment ago could be written again and keep its times.
     """
-    files = [file for file in source.all_files if not isinstance(file.path, ObjectUrl)]
-    times = [file.stamp.ctime_ns for file in (*files, *source.folders) if isinstance(file.stamp, Stamp)]
-    changed_ns = max(times, default=0)
+    below = source.files if isinstance(source.files, StampedFolder) else None
+    stamped = (*source.folders, *(() if below is not None else source.all_files))
+    times = [file.stamp.ctime_ns for file in stamped if isinstance(file.stamp, Stamp)]
+    changed_ns = max([*times, below.ctime_ns if below is not None else 0])
     wait_ns = changed_ns + _TICK_NS - time.time_ns()
     if 0 < wait_ns <= _TICK_NS:
         time.sleep(wait_ns / 1e9)
-    for file in files:
+    for file in source.all_files:
+        if isinstance(file.path, ObjectUrl):
+            continue
         try:
             fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
@@ -393,13 +315,20 @@ def digest_source(source: Source, algorithm: str, progress: Callable[[int], None
     files = source.all_files
     if len(files) == 1 and not source.folders:
         return hash_file(files[0], algorithm, progress)
-    threads = min(len(files), usable_cpus())
-    if threads > 1 and room_for_threads(threads):
-        with ThreadPoolExecutor(threads, thread_name_prefix="legroom-hash") as pool:
-            digests = list(pool.map(lambda file: hash_file(file, algorithm, progress), files))
-    else:
-        digests = [hash_file(file, algorithm, progress) for file in files]
-    total = new_hasher(algorithm)
+    total, threads = new_hasher(algorithm), min(len(files), usable_cpus())
+    hashed = partial(hash_file, algorithm=algorithm, progress=progress)
+    with (
+        ThreadPoolExecutor(threads, thread_name_prefix="legroom-hash")
+        if threads > 1 and room_for_threads(threads)
+        else nullcontext() as pool
+    ):
+        if isinstance(files, StampedFolder):  # sorted by name already, and maybe millions of them
+            for start in range(0, len(files), _HASHED_AT_ONCE):
+                some = files[start : start + _HASHED_AT_ONCE]
+                for file, value in zip(some, (pool.map if pool else map)(hashed, some), strict=True):
+                    total.update(os.fsencode(f"{file.name}\0{value}\n"))
+            return total.hexdigest()
+        digests = list((pool.map if pool else map)(hashed, files))
     for name, value in sorted(zip((file.name for file in files), digests, strict=True)):
         total.update(os.fsencode(f"{name}\0{value}\n"))
     return total.hexdigest()
@@ -488,11 +417,7 @@ def source_gone_error(path: SourcePath, problem: OSError) -> SourceError:
 
 def source_changed_error(path: SourcePath) -> SourceChanged:
     """The error for a file that changes while it is read."""
-    return SourceChanged(
-        say("{path} changed while it was being read", path=path),
-        why=say("its size or timestamps changed after the load began"),
-        fix=(say("wait until the file is fully written, then open it again"),),
-    )
+    return changed_while_read(path)
 
 
 def sample_source(source: Source) -> str:

@@ -1,12 +1,12 @@
 """A torch Dataset over the opened data.
 
-Its pickle contains only names: a worker started by spawn attaches the entry again. Forked workers inherit the
-mappings.
+Its pickle contains only names, and the functions ``transform`` and ``decode``: a worker started by spawn attaches the
+entry again. Forked workers inherit the mappings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 
+Decode = Mapping[str, Callable[[Any], Any]]
+
+
 def shared_dataset(
-    data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None
+    data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None, decode: Decode | None = None
 ) -> SharedDataset:
     """The rows of these arrays, as a torch Dataset."""
-    return _torch_class()(data, names, transform)
+    return _torch_class()(data, names, transform, decode)
 
 
 @cache
@@ -38,9 +41,17 @@ def _torch_class() -> type[SharedDataset]:
 class SharedDataset:
     """Rows of some arrays of the data. One array gives its row, several give a tuple of rows."""
 
-    def __init__(self, data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        data: CachedData,
+        names: Sequence[str],
+        transform: Callable[..., Any] | None = None,
+        decode: Decode | None = None,
+    ) -> None:
         self.data, self.names, self.transform = data, tuple(names), transform
+        self.decode = _checked(decode, self.names)
         self._columns = [_column(data, name) for name in self.names]
+        self._bytes = {name for name, column in zip(self.names, self._columns, strict=True) if _has_bytes(column)}
         lengths = {name: len(column) for name, column in zip(self.names, self._columns, strict=True)}
         if len(set(lengths.values())) != 1:
             raise UsageError(
@@ -58,7 +69,7 @@ class SharedDataset:
         row = index.__index__()
         if not -self._length <= row < self._length:
             raise IndexError(index)
-        return self._sample([column[row] for column in self._columns], shared=True)
+        return self._sample([column[row] for column in self._columns], row, shared=True)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         import torch
@@ -68,18 +79,54 @@ class SharedDataset:
             raise IndexError(indices)
         chosen = torch.where(chosen < 0, chosen + self._length, chosen)
         gathered = [_gather(column, chosen) for column in self._columns]
-        return [self._sample([part[row] for part in gathered], shared=False) for row in range(len(chosen))]
+        rows = chosen.tolist()
+        return [self._sample([part[at] for part in gathered], row, shared=False) for at, row in enumerate(rows)]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return shared_dataset, (self.data, self.names, self.transform)
+        return shared_dataset, (self.data, self.names, self.transform, self.decode)
 
-    def _sample(self, parts: list[Any], *, shared: bool) -> Any:
+    def _sample(self, parts: list[Any], row: int, *, shared: bool) -> Any:
+        if self.decode:
+            parts = [self._decoded(name, part, row) for name, part in zip(self.names, parts, strict=True)]
         if self.transform is not None:
             # A transform that works in place would change this process's copy of the data for every later epoch.
             if shared:
                 parts = [_copied(part) for part in parts]
             return self.transform(*parts)
         return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def _decoded(self, name: str, part: Any, row: int) -> Any:
+        function = self.decode.get(name)
+        if function is None:
+            return part
+        try:
+            return function(part.tobytes() if name in self._bytes else _copied(part))
+        except Exception as problem:
+            problem.add_note(say("decode[{name!r}] raised this for row {row}", name=name, row=row))
+            raise
+
+
+def _checked(decode: Decode | None, names: Sequence[str]) -> dict[str, Callable[[Any], Any]]:
+    """The functions by name; UsageError for a name that is not read, or what is not a function."""
+    if decode is None:
+        return {}
+    if not isinstance(decode, Mapping) or not all(callable(function) for function in decode.values()):
+        raise UsageError(
+            say("decode={given!r} is not a mapping of names to functions", given=decode),
+            fix=(say("pass for example decode={{'jpg': read_image}}"),),
+        )
+    for name in decode:
+        if name not in names:
+            raise UsageError(
+                say("decode has a function for {name!r}, which is not read", name=name),
+                why=say("the dataset reads {names}", names=listed(map(repr, names))),
+                fix=(say("pass the same names: data.dataset('jpg', decode={{'jpg': read_image}})"),),
+            )
+    return dict(decode)
+
+
+def _has_bytes(column: Any) -> bool:
+    return isinstance(column, Ragged) and not column.text and column.values.dtype == np.uint8
 
 
 def _copied(part: Any) -> Any:

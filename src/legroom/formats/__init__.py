@@ -13,6 +13,13 @@ safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
 token_reader         flat token files with a dtype that the caller gives, and those of llm.c
 megatron_reader      Megatron's .idx and .bin
+tar_reader           WebDataset shards: the files of a tar archive, grouped into samples
+tar_headers          the regular files in a tar archive: names, positions, sizes
+mds_reader           MosaicML MDS directories
+mds_index            index.json of an MDS directory: shards, columns, encodings
+image_folder_reader  folders of images, one directory per class
+gather_byte_ranges   ragged bytes that lie in many ranges of a file, read in slabs
+folder_files         the files of a directory, opened by name and compared with their stamps
 zarr_reader          Zarr version 2 and 3
 lmdb_reader          LMDB, without its library
 parquet_reader       Parquet, its footer and page headers

@@ -265,6 +265,10 @@ class BaseReader:
         """File descriptors of the files, or the directory, being read; callers check that no file was replaced."""
         raise NotImplementedError
 
+    def is_listed_among(self, stamps: bytes) -> bool:
+        """Whether every file that is opened by name later has one of these stamps (folder_files.py)."""
+        return True
+
     def close(self) -> None:
         """Close the file. Closing twice is allowed."""
         if not self._closed:

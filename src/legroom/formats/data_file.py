@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
-from legroom.errors import DamagedSource, UnreadableSource
+from legroom.errors import DamagedSource, SourceChanged, UnreadableSource
 from legroom.messages import say
 from legroom.units import format_size
 
@@ -306,6 +306,15 @@ def truncated(path: Path, needed: int, size: int) -> DamagedSource:
             missing=format_size(max(0, needed - size)),
         ),
         fix=(say("copy or download the file again and compare its size with the original's"),),
+    )
+
+
+def changed_while_read(path: object) -> SourceChanged:
+    """The error for a file that changes while it is read."""
+    return SourceChanged(
+        say("{path} changed while it was being read", path=path),
+        why=say("its size or timestamps changed after the load began"),
+        fix=(say("wait until the file is fully written, then open it again"),),
     )
 
 

@@ -2,14 +2,14 @@
 
 ``FORMATS`` lists our own formats, one record each. Where none of them recognizes a file, the formats that other
 packages have registered are asked (format_registry.py). Formats that run code when read (pickle) or need guessing (CSV)
-are refused. Nothing below a directory is listed to recognize it, since it may be large.
+are refused. A directory is recognized by a few names, since it may be large.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -20,11 +20,17 @@ from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.format_registry import Candidate, Format, PluginFormat, find_plugin
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC
-from legroom.messages import phrase, say
+from legroom.formats.tar_headers import is_tar
+from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
-_NAMES_READ = 10_000  # of a directory that is refused, to suggest a pattern
+MDS_FILE = "index.json"
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
+_BESIDE_CLASSES = (".", "readme", "license")  # how names begin that may stand beside the directories of the classes
+_NAMES_READ = 10_000  # of a directory, to recognize it or to suggest a pattern
+_CLASSES_LOOKED_INTO = 3
 _ZIP = b"PK\x03\x04", b"PK\x05\x06"
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip -k"),
@@ -117,8 +123,29 @@ def _hf_dataset_files(path: Path) -> list[Path]:
     return files
 
 
+def _is_mds(path: Path) -> bool:
+    if not os.path.lexists(path / MDS_FILE):
+        return False
+    if any(os.path.lexists(path / name) for name in ZARR_FILES):
+        why = say("it has the index of an MDS dataset and that of a Zarr store")
+        raise _not_a_dataset(path, why, say("separate them"))
+    return True
+
+
+# Without marks: a directory that no other format recognizes is looked at last (directory_format).
+_IMAGE_FOLDER = Format(
+    "imagefolder", "legroom.formats.image_folder_reader:ImageFolderReader", "folders of images by class"
+)
 # Asked in this order; the first that recognizes a file reads it.
 FORMATS = (
+    Format(  # first: the names and files in it may look like other formats
+        "webdataset",
+        "legroom.formats.tar_reader:TarReader",
+        "WebDataset tar",
+        recognizes=lambda one: is_tar(one.file),
+        endings=(".tar",),
+    ),
+    Format("mds", "legroom.formats.mds_reader:MdsReader", "MosaicML MDS", recognizes_directory=_is_mds),
     Format(
         "npy",
         "legroom.formats.npy_reader:NpyReader",
@@ -225,6 +252,7 @@ FORMATS = (
         at_offsets=True,
         takes_dtype=True,
     ),
+    _IMAGE_FOLDER,
 )
 
 
@@ -293,9 +321,15 @@ def directory_format(path: Path) -> Format | PluginFormat:
         if known.recognizes_directory is not None and known.recognizes_directory(path):
             return known
     plugin = find_plugin(lambda one: one.recognizes_directory(path), path)
-    if plugin is None:
-        raise _unknown_directory(path)
-    return plugin
+    if plugin is not None:
+        return plugin
+    names = _names(path)
+    data = {ending for one in FORMATS for ending in one.endings}
+    found = Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in data)
+    if not found and any(names.values()):
+        _require_classes(path, names)
+        return _IMAGE_FOLDER
+    raise _unknown_directory(path, found)
 
 
 def directory_files(path: Path) -> Sequence[Path] | None:
@@ -331,25 +365,55 @@ def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
     )
 
 
-def _unknown_directory(path: Path) -> UnreadableSource:
-    data = {ending for one in FORMATS for ending in one.endings}
-    found = Counter(ending for name in _names(path) if (ending := os.path.splitext(name)[1]) in data)
+def _unknown_directory(path: Path, found: Counter[str]) -> UnreadableSource:
     if found:
         pattern = path / f"*{found.most_common(1)[0][0]}"
         fix = say("pass the files in it as a pattern: '{pattern}'", pattern=pattern)
     else:
         fix = say("pass a file in it")
-    readable = ", ".join(one.title or one.name for one in FORMATS if one.recognizes_directory is not None)
-    return UnreadableSource(
-        say("cannot read {path}", path=path),
-        why=say("it is a directory, but none of these: {formats}", formats=readable),
-        fix=(fix,),
-    )
+    known = (one for one in FORMATS if one.recognizes_directory is not None or one is _IMAGE_FOLDER)
+    readable = ", ".join(one.title or one.name for one in known)
+    return _not_a_dataset(path, say("it is a directory, but none of these: {formats}", formats=readable), fix)
 
 
-def _names(path: Path) -> list[str]:
+def _require_classes(path: Path, names: Mapping[str, bool]) -> None:
+    """Refuse a directory that may not be one directory of images per class."""
+    classes = [name for name in sorted(names) if names[name]]
+    beside = [name for name in sorted(names) if not names[name]]
+    if all(name.lower() in _SPLITS for name in classes):
+        example = path / classes[0]
+        why = say("its subdirectories are splits, not classes: {names}", names=listed(classes))
+        raise _not_a_dataset(path, why, say("pass one of them: {example}", example=example))
+    if files := [name for name in beside if not name.lower().startswith(_BESIDE_CLASSES)]:
+        why = say("it has subdirectories and the file {name!r} beside them: it is unclear what to read", name=files[0])
+        raise _not_a_dataset(path, why, say("leave nothing but the directories of the classes in it"))
+    if not any(_has_image(path / name) for name in classes[:_CLASSES_LOOKED_INTO]):
+        why = say("it is a directory without data files, and its subdirectories have no images")
+        raise _not_a_dataset(
+            path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
+        )
+
+
+def _has_image(path: Path) -> bool:
+    """Whether one of the first names below a directory is that of an image."""
+    looked = 0
+    for _, folders, files in os.walk(path):
+        looked += 1 + len(folders) + len(files)
+        if any(name.lower().endswith(IMAGES) for name in files):
+            return True
+        if looked > _NAMES_READ:
+            break
+    return False
+
+
+def _not_a_dataset(path: Path, why: str, fix: str) -> UnreadableSource:
+    return UnreadableSource(say("cannot read {path}", path=path), why=why, fix=(fix,))
+
+
+def _names(path: Path) -> dict[str, bool]:
+    """The first names in a directory, and whether each is a directory."""
     try:
         with os.scandir(path) as found:
-            return [one.name for one in islice(found, _NAMES_READ)]
+            return {one.name: one.is_dir() for one in islice(found, _NAMES_READ)}
     except OSError as problem:
         raise unreadable(path, problem) from problem

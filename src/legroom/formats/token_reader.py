@@ -7,7 +7,6 @@ refused. The header of llm.c has 256 little-endian int32: a magic number, a vers
 from __future__ import annotations
 
 import pickletools
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +166,6 @@ def other_format(file: SourceFile, dtype: str) -> str | None:
         return say("a file of llm.c that holds no tokens")
     if _is_pickle(file):
         return "pickle"
-    if _is_tar(head):
-        return "tar"
     if np.dtype(dtype).itemsize > 1 and _is_text(head):
         return say("text")
     return None
@@ -211,14 +208,6 @@ def _after(file: SourceFile, at: int, opcode: Any) -> int | None:
             return None
         at += len(line) + len(end)
     return at
-
-
-def _is_tar(head: bytes) -> bool:
-    try:
-        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True
 
 
 def _is_text(head: bytes) -> bool:

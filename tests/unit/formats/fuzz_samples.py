@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from archive_samples import image_folder, mds, read_image_folder, read_mds, read_webdataset, webdataset, write_tar
 from format_samples import (
     Sample,
     hf_saved,
@@ -174,6 +176,14 @@ def _read_hf(path: Path) -> Any:
     return table.select([name for name in table.column_names if name in columns])
 
 
+def _long_names(folder: Path, format: int = tarfile.GNU_FORMAT) -> Path:
+    names = [f"{'directory/' * 12}{number}" for number in range(2)]
+    files = [
+        (f"{name}.{kind}", name.encode()[-number - 5 :]) for number, name in enumerate(names) for kind in ("a", "b.c")
+    ]
+    return write_tar(folder / "x", files, format)
+
+
 TINY = [
     Sample("hdf5", "hdf5", _h5, read_h5),
     Sample("hdf5-latest", "hdf5", lambda f: _h5(f, libver="latest"), read_h5),
@@ -195,4 +205,12 @@ TINY = [
     Sample("arrow-stream", "arrow-stream", lambda f: _ipc(f, stream=True), table=read_ipc),
     Sample("hf-datasets", "hf-datasets", _hf, table=_read_hf),
     Sample("arrow-zstd", "arrow", lambda f: _ipc(f, compression="zstd"), table=read_ipc),
+    Sample("webdataset", "webdataset", lambda f: webdataset(f, 4, 300), read_webdataset),
+    Sample("webdataset-gnu", "webdataset", _long_names, read_webdataset),
+    Sample("webdataset-pax", "webdataset", lambda f: _long_names(f, tarfile.PAX_FORMAT), read_webdataset),
+    # Without hashes: with them, almost every damage would be found by these alone.
+    Sample("mds", "mds", lambda f: mds(f, 6, 60, hashes=()), read_mds),
+    Sample("mds-gz", "mds", lambda f: mds(f, 6, 60, hashes=(), compression="gz"), read_mds),
+    Sample("mds-zstd", "mds", lambda f: mds(f, 6, 60, compression="zstd"), read_mds),
+    Sample("imagefolder", "imagefolder", lambda f: image_folder(f, 40), read_image_folder),
 ]

@@ -44,7 +44,7 @@ def test_a_link_to_itself_is_unreadable(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_no_known_format_is_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableSource, match="none of these: Zarr"):
+    with pytest.raises(UnreadableSource, match="none of these: MosaicML MDS, Zarr"):
         open_source(tmp_path)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,28 +82,23 @@ def damaged(data: bytes, how: Any) -> bytes:
     return bytes(changed)
 
 
-def files_of(path: Path) -> list[Path]:
-    return sorted(path.iterdir()) if path.is_dir() else [path]
-
-
-def copied(path: Path, files: list[Path], content: bytes) -> Path:
-    """A copy of a file, or of the files of a directory, with this content from one to the next."""
-    copy = path.with_name("damaged")
-    if path.is_dir():
-        copy.mkdir(exist_ok=True)
-    at = 0
-    for file in files:
-        size = file.stat().st_size
-        (copy / file.relative_to(path)).write_bytes(content[at : at + size])
-        at += size
-    return copy
+def write_damaged(good: Path, path: Path, how: Any) -> None:
+    """Damage a file, or one file of a directory."""
+    if good.is_file():
+        path.write_bytes(damaged(good.read_bytes(), how))
+        return
+    if path.exists():
+        shutil.rmtree(path)
+    shutil.copytree(good, path)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+    chosen = files[(how if isinstance(how, int) else how[0][0]) % len(files)]
+    chosen.write_bytes(damaged(chosen.read_bytes(), how))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="select needs pipes that Windows does not have")
 @pytest.mark.parametrize("sample", TINY, ids=str)
 def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Child], tmp_path: Path) -> None:
-    files = files_of(sample.write(tmp_path))
-    good = b"".join(file.read_bytes() for file in files)
+    good = sample.write(tmp_path)
     before = children["ours"].ask(sample.name, tmp_path / "x")
     assert before["kind"] == "data", before
     assert before == children["reference"].ask(sample.name, tmp_path / "x")
@@ -110,7 +106,8 @@ def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Ch
     @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(how=damage)
     def check(how: Any) -> None:
-        path = copied(tmp_path / "x", files, damaged(good, how))
+        path = tmp_path / "damaged"
+        write_damaged(good, path, how)
         answer = children["ours"].ask(sample.name, path)
         assert answer["kind"] in ("error", "data", "huge"), answer
         if answer["kind"] != "data":

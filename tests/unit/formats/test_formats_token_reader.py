@@ -119,10 +119,6 @@ FILES = {
     "xz": lzma.compress(bytes(4000)),
     "zstd": b"\x28\xb5\x2f\xfd" + bytes(40),
     "lz4": b"\x04\x22\x4d\x18" + bytes(40),
-    "tar": archive(format=tarfile.USTAR_FORMAT),
-    "tar-gnu": archive(format=tarfile.GNU_FORMAT),
-    "tar-pax": archive(format=tarfile.PAX_FORMAT),
-    "tar-v7": old_tar(),
     "json": json.dumps({"tokens": list(range(100))}).encode(),
     "jsonl": b'{"text": "a"}\n' * 1000,
     "text": "Zwölf Boxkämpfer jagen Viktor. 你好\n".encode() * 300,
@@ -142,6 +138,15 @@ def test_what_is_recognizably_something_else_is_refused(name: str, tmp_path: Pat
     for dtype in ("<u2", "<i4") if name in TEXTS else ("|u1", "|i1"):
         with pytest.raises(UnknownFormat, match="unsupported file format"):
             open_source(path, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["ustar", "gnu", "pax", "v7"])
+def test_a_tar_archive_is_no_flat_file(kind: str, tmp_path: Path) -> None:
+    formats = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+    path = tmp_path / "train.bin"
+    path.write_bytes(archive(format=formats[kind]) if kind in formats else old_tar())
+    with pytest.raises(UsageError, match="cannot be used"):
+        open_source(path, dtype="|u1")
 
 
 @pytest.mark.parametrize("name", TEXTS)

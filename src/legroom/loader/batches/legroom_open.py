@@ -119,13 +119,13 @@ def open(
     """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
 
     The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr, safetensors, LMDB, token files
-    (Megatron's, llm.c's and flat ones) and directories of Hugging Face datasets can be read, and formats that other
-    packages have registered.
+    (Megatron's, llm.c's and flat ones) and directories of Hugging Face datasets can be read; WebDataset tar, MosaicML
+    MDS and folders of images by class as raw bytes; and formats that other packages have registered.
 
     Args:
-        path: A file, a directory (Zarr, LMDB, Hugging Face), a URL (``"s3://bucket/key"``, ``"https://…"``, any
-            protocol of fsspec), a pattern (``"shards/*.h5"``, its matches sorted), or several of them: shards of one
-            dataset, in the order given.
+        path: A file, a directory (Zarr, LMDB, Hugging Face, MDS, images), a URL (``"s3://bucket/key"``,
+            ``"https://…"``, any protocol of fsspec), a pattern (``"shards/*.h5"``, its matches sorted), or several of
+            them: shards of one dataset, in the order given.
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file in place, without a copy.

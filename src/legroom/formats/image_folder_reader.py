@@ -1,0 +1,192 @@
+"""Read folders of images in the layout of torchvision's ImageFolder: one directory per class, images below it.
+
+``image`` is the files' bytes as they are, ``label`` the number of the class in sorted order, ``path`` the file's path
+below the root. The order of the rows is ImageFolder's, so that row i is its sample i: classes sorted, in each class the
+directories sorted by their whole path, in each directory the files sorted. Links are followed.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from legroom.errors import UnreadableSource, UnsupportedData
+from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.detect import IMAGES
+from legroom.formats.fill_arrays import Array, Progress
+from legroom.formats.folder_files import (
+    STAMP_BYTES,
+    FolderFile,
+    FolderRoot,
+    are_among,
+    packed_stamp,
+    sizes_in,
+    unpacked_stamp,
+)
+from legroom.formats.gather_byte_ranges import (
+    SLAB_MEMORY,
+    GrowingMemory,
+    ragged_specs,
+    read_slabs,
+    rows_between,
+    slabs_of_rows,
+)
+from legroom.messages import say
+
+_READ = 1 << 20
+_NAME = 150  # bytes of a name, and of its place in a list, while its directory is listed
+_ROW = STAMP_BYTES + 40  # bytes of a row in the index, without its path
+_MOST_DEPTH = 64  # directories within each other; more is a link to a parent
+_MOST_CLASSES = 1 << 20
+
+
+class ImageFolderReader(BaseReader):
+    """A directory of one directory per class."""
+
+    _accounts_memory = True
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._root = FolderRoot(path)
+        self._classes: list[str] = []
+        self._labels = array("q")
+        self._paths, self._path_offsets = bytearray(), array("q", [0])
+        self._stamps = bytearray()  # of the images, in the order of their rows
+        self._folders = bytearray()  # stamps of the directories
+        self._offsets: Array = np.zeros(1, np.int64)
+
+    def _describe(self) -> Description:
+        what = say("the list of files in {path}", path=self.path)
+        counted = GrowingMemory(self.memory, what)
+        self._classes = sorted(self._listed("", counted)[0])
+        if not self._classes or len(self._classes) > _MOST_CLASSES:
+            raise self._refused(say("it has {count} subdirectories", count=len(self._classes)))
+        for number, name in enumerate(self._classes):
+            self._add_class(number, name, counted)
+        counted.add(24 * len(self._labels))
+        self._offsets = np.zeros(len(self._labels) + 1, np.int64)
+        np.cumsum(sizes_in(self._stamps), out=self._offsets[1:])
+        rows = len(self._labels)
+        specs = [
+            *ragged_specs("image", rows, int(self._offsets[-1])),
+            ArraySpec("label", (rows,), np.dtype(np.int64)),
+            *ragged_specs("path", rows, len(self._paths), text=True),
+        ]
+        taken = [spec for spec in specs if self.selection.takes(spec.name)]
+        self.selection.check([spec.name for spec in taken], [spec.name for spec in specs], self.path)
+        return Description("imagefolder", tuple(taken), {"classes": self._classes}, (self.path,))
+
+    def _add_class(self, number: int, name: str, counted: GrowingMemory) -> None:
+        before = len(self._labels)
+        listings = dict(self._below(name, counted))
+        for folder in sorted(listings):
+            for file in sorted(listings[folder]):
+                if file.lower().endswith(IMAGES):
+                    self._add_image(number, f"{folder}/{file}", counted)
+        if len(self._labels) == before:
+            raise self._refused(say("class {name!r} has no image", name=name))
+
+    def _add_image(self, label: int, path: str, counted: GrowingMemory) -> None:
+        text = _utf8(self.path, path)
+        counted.add(_ROW + len(text) * 9 // 8)
+        self._labels.append(label)
+        self._paths += text
+        self._path_offsets.append(len(self._paths))
+        self._stamps += packed_stamp(self._root.stat(path))
+
+    def _below(self, name: str, counted: GrowingMemory) -> Iterator[tuple[str, list[str]]]:
+        """Each directory below that one, and the names of its files."""
+        waiting = [(name, 0)]
+        while waiting:
+            folder, depth = waiting.pop()
+            if depth == _MOST_DEPTH:
+                raise self._refused(say("{folder!r} is {depth} directories deep", folder=folder, depth=depth))
+            folders, files = self._listed(folder, counted)
+            yield folder, files
+            waiting += [(f"{folder}/{one}", depth + 1) for one in folders]
+
+    def _listed(self, folder: str, counted: GrowingMemory) -> tuple[list[str], list[str]]:
+        """The directories and the other names in a directory."""
+        fd = self._root.open_folder(folder)
+        folders: list[str] = []
+        files: list[str] = []
+        try:
+            counted.add(STAMP_BYTES)
+            self._folders += packed_stamp(os.fstat(fd))
+            with os.scandir(fd) as found:
+                for one in found:
+                    counted.add(_NAME + len(one.name))
+                    (folders if one.is_dir() else files).append(one.name)
+        except OSError as problem:
+            raise self._root.gone(folder, problem) from problem
+        finally:
+            os.close(fd)
+        return folders, files
+
+    def is_listed_among(self, stamps: bytes) -> bool:
+        """Whether every image and directory that was found has one of these stamps."""
+        return are_among(self._stamps + self._folders, stamps)
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        return None
+
+    def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
+        return slabs_of_rows(self._offsets, self._decode) if spec.name == "image/values" else None
+
+    def _decode(self, start: int, end: int) -> Iterator[memoryview]:
+        with self.memory.take(SLAB_MEMORY, say("{name!r} of {path}", name="image/values", path=self.path)):
+            first, skip, lengths = rows_between(self._offsets, start, end)
+            for row, (begin, length) in enumerate(zip(skip.tolist(), lengths.tolist(), strict=True), first):
+                if length:
+                    yield from self._file_bytes(row, begin, length)
+
+    def _file_bytes(self, row: int, begin: int, length: int) -> Iterator[memoryview]:
+        path = bytes(self._paths[self._path_offsets[row] : self._path_offsets[row + 1]]).decode()
+        with FolderFile(self._root, path, unpacked_stamp(self._stamps, row)) as file:
+            for at in range(begin, begin + length, _READ):
+                yield memoryview(file.read_at(at, min(_READ, begin + length - at)))
+
+    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
+        slabs = self._slabs(spec)
+        if slabs is not None:
+            read_slabs(slabs, out, progress)
+            return
+        if spec.name == "image/offsets":
+            out[...] = self._offsets
+        elif spec.name == "path/values":
+            out[...] = np.frombuffer(self._paths, np.uint8)
+        else:
+            out[...] = np.frombuffer(self._labels if spec.name == "label" else self._path_offsets, np.int64)
+        progress(out.nbytes)
+
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        return SLAB_MEMORY if spec.name == "image/values" else 0
+
+    def descriptors(self) -> list[int]:
+        """File descriptor of the directory."""
+        return [self._root.fd]
+
+    def _close(self) -> None:
+        self._root.close()
+
+    def _refused(self, why: str) -> UnreadableSource:
+        return UnreadableSource(
+            say("cannot read {path} as a folder of images", path=self.path),
+            why=why,
+            fix=(say("arrange it as one directory per class with images in each: {path}/CLASS/1.jpg", path=self.path),),
+        )
+
+
+def _utf8(root: Path, path: str) -> bytes:
+    try:
+        return path.encode()
+    except UnicodeEncodeError as problem:
+        raise UnsupportedData(
+            say("{path} has a file name that is not text", path=root),
+            why=say("the name {name!r} is not UTF-8", name=path),
+            fix=(say("rename the file"),),
+        ) from problem

@@ -1,0 +1,251 @@
+"""Read WebDataset shards: a tar archive whose files form samples, as raw bytes.
+
+Files in a row with the same name up to the first dot of the last path component are one sample. What follows the dot,
+in lower case, is a column: a ragged array of bytes. ``__key__`` is the samples' names. Names without a dot, names in
+double underscores and entries that are no regular files are skipped, as the webdataset package does. It raises for a
+file that a sample has twice; so does this. A sample that lacks a column is refused, because a row of a ragged array
+can be empty but not missing.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from legroom.errors import UnsupportedData
+from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.data_file import SourceFile, changed_while_read
+from legroom.formats.fill_arrays import Array, Progress
+from legroom.formats.folder_files import are_among, packed_stamp
+from legroom.formats.gather_byte_ranges import (
+    SLAB_MEMORY,
+    GrowingMemory,
+    gather_ranges,
+    ragged_specs,
+    read_slabs,
+    slabs_of_rows,
+)
+from legroom.formats.tar_headers import regular_files
+from legroom.messages import listed, say, shown
+
+KEY = "__key__"
+_MOST_COLUMNS = 1000
+_ROW = 18  # bytes of a column's row in the index: two numbers, and what a growing array allocates ahead
+
+
+class TarReader(BaseReader):
+    """A tar archive of samples."""
+
+    _accounts_memory = True
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        file = SourceFile(path)
+        self._size, self._stamp = file.size, packed_stamp(os.fstat(file.fileno()))
+        # A dataset has thousands of shards, more than a process may open at once. The stamp of a file that is being
+        # downloaded changes.
+        self._kept = file if file.is_arriving else None
+        if self._kept is None:
+            file.close()
+        self._columns: dict[str, _Column] = {}
+        self._keys = _Column()
+
+    def _describe(self) -> Description:
+        index = _Index(self)
+        with self._opened() as file:
+            for name, start, size in regular_files(file):
+                index.add(name, start, size)
+        index.finish()
+        if not index.seen:
+            raise UnsupportedData(
+                say("{path} has no samples", path=self.path),
+                why=say("no file in it is named KEY.EXTENSION"),
+                fix=(say("name the files of a sample KEY.EXTENSION, with the same extensions in every sample"),),
+            )
+        self._columns, self._keys = index.columns, index.keys
+        self._key_text = np.frombuffer(index.key_text, np.uint8)
+        specs = [spec for name, column in self._columns.items() for spec in ragged_specs(name, *column.size)]
+        specs += ragged_specs(KEY, *self._keys.size, text=True)
+        taken = [spec for spec in specs if self.selection.takes(spec.name)]
+        known = [f"{name}/{part}" for name in index.seen for part in ("offsets", "values")]
+        every = dict.fromkeys([*known, *(spec.name for spec in specs)])
+        self.selection.check([spec.name for spec in taken], every, self.path)
+        return Description("webdataset", tuple(taken), {}, (self.path,))
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        return None
+
+    def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
+        column = self._columns.get(str(spec.ragged))
+        if column is None or not spec.name.endswith("/values"):
+            return None
+        starts, offsets, what = column.starts_array(), column.offsets_array(), self._label(spec)
+
+        def decode(start: int, end: int) -> Iterator[memoryview]:
+            with self._opened() as file:
+                yield from gather_ranges(file, starts, offsets, self.memory, what, start, end)
+
+        return slabs_of_rows(offsets, decode)
+
+    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
+        slabs = self._slabs(spec)
+        if slabs is not None:
+            read_slabs(slabs, out, progress)
+            return
+        if spec.name.endswith("/offsets"):
+            out[...] = self._columns.get(str(spec.ragged), self._keys).offsets_array()
+        else:
+            out[...] = self._key_text
+        progress(out.nbytes)
+
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        return SLAB_MEMORY if spec.name.endswith("/values") else 0
+
+    @contextmanager
+    def _opened(self) -> Iterator[SourceFile]:
+        """The archive; SourceChanged if it is another file than at first."""
+        if self._kept is not None:
+            yield self._kept
+            return
+        with SourceFile(self.path) as file:
+            if packed_stamp(os.fstat(file.fileno())) != self._stamp:
+                raise changed_while_read(self.path)
+            yield file
+
+    def is_listed_among(self, stamps: bytes) -> bool:
+        """Whether the archive has one of these stamps."""
+        return are_among(self._stamp, stamps)
+
+    def descriptors(self) -> list[int]:
+        """File descriptor of the archive while it is being downloaded; else it is opened when it is read."""
+        return [self._kept.fileno()] if self._kept is not None else []
+
+    def _close(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+
+
+class _Column:
+    """Where each row of a ragged array begins in the archive, and in the array."""
+
+    def __init__(self) -> None:
+        self.starts, self.offsets = array("q"), array("q", [0])
+
+    def append(self, start: int, size: int) -> None:
+        self.starts.append(start)
+        self.offsets.append(self.offsets[-1] + size)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and bytes."""
+        return len(self.starts), self.offsets[-1]
+
+    def starts_array(self) -> Array:
+        return np.frombuffer(self.starts, np.int64)
+
+    def offsets_array(self) -> Array:
+        return np.frombuffer(self.offsets, np.int64)
+
+
+class _Index:
+    """Groups the files of an archive into samples."""
+
+    def __init__(self, reader: TarReader) -> None:
+        self._path, self._selection = reader.path, reader.selection
+        what = say("the list of files in {path}", path=reader.path)
+        self._memory = GrowingMemory(reader.memory, what, reader._size)
+        self.columns: dict[str, _Column] = {}
+        self.keys, self.key_text = _Column(), bytearray()
+        self.seen: dict[str, bool] = {}  # each column's name, and whether it is selected
+        self._key: str | None = None
+        self._here: set[str] = set()  # the columns of the current sample
+        self._first: str | None = None  # the first sample's key
+
+    def add(self, name: str, start: int, size: int) -> None:
+        key, column = split_name(name)
+        if key is None:
+            return
+        if key != self._key:
+            self.finish()
+            self._begin(key)
+        if column in self._here:
+            raise self._refused(
+                key,
+                say("it has two files {name!r}", name="." + column),
+                say("write each file of a sample once: upper and lower case are the same"),
+            )
+        self._here.add(column)
+        if self._is_selected(key, column):
+            self._memory.add(_ROW)
+            if column not in self.columns:
+                self.columns[column] = _Column()
+            self.columns[column].append(start, size)
+            if len(self.columns[column].starts) < len(self.keys.starts):
+                raise self._lacks(str(self._first), column, key)
+
+    def finish(self) -> None:
+        """End the current sample, or the archive."""
+        if self._key is None:
+            return
+        rows = len(self.keys.starts)
+        for name, column in self.columns.items():
+            if len(column.starts) < rows:
+                raise self._lacks(self._key, name, str(self._first))
+
+    def _begin(self, key: str) -> None:
+        text = key.encode()
+        self._memory.add(_ROW + len(text) * 9 // 8)
+        self.keys.append(0, len(text))
+        self.key_text += text
+        self._key, self._here = key, set()
+        if self._first is None:
+            self._first = key
+
+    def _is_selected(self, key: str, column: str) -> bool:
+        if column not in self.seen:
+            if not column or (column.startswith("__") and column.endswith("__")):
+                raise self._refused(
+                    key,
+                    say("{name!r} cannot be the name of a column", name=column),
+                    say("give the file an extension, such as .txt"),
+                )
+            if len(self.seen) == _MOST_COLUMNS:
+                raise self._refused(
+                    key,
+                    say("there are more than {most} different extensions", most=_MOST_COLUMNS),
+                    say("name the files of a sample KEY.EXTENSION, with the same extensions in every sample"),
+                )
+            self.seen[column] = any(self._selection.takes(f"{column}/{part}") for part in ("offsets", "values"))
+        return self.seen[column]
+
+    def _lacks(self, key: str, column: str, other: str) -> UnsupportedData:
+        common = [name for name in self.columns if name != column]
+        return self._refused(
+            key,
+            say("it has no {name!r}, which sample {other!r} has", name="." + column, other=other),
+            say("load only what all samples have: keys=[{keys}]", keys=listed(map(shown, common or [KEY]))),
+        )
+
+    def _refused(self, key: str, why: str, fix: str) -> UnsupportedData:
+        return UnsupportedData(
+            say("cannot read sample {key!r} of {path}", key=key, path=self._path), why=why, fix=(fix,)
+        )
+
+
+def split_name(name: str) -> tuple[str | None, str]:
+    """A file's sample and its column; (None, "") for a file that belongs to no sample."""
+    top, slash, _ = name.partition("/")
+    if top.startswith("__") and top.endswith("__") and (len(top) > 3 or not slash):
+        return None, ""
+    base = name.rfind("/") + 1
+    dot = name.find(".", base)
+    if dot == base:
+        # The last component starts with a dot: the one before it is the sample, unless that has dots too.
+        above = name[name.rfind("/", 0, base - 1) + 1 : base] if base else ""
+        dot = dot if above and "." not in above else -1
+    return (None, "") if dot < 0 else (name[:dot], name[dot + 1 :].lower())
