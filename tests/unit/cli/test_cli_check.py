@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_measurements import use_forks
 from rigs import TREES
 
 import legroom
@@ -166,11 +167,14 @@ def test_every_tensor_of_a_batch_that_is_a_list_counts(dataset: str, capsys: pyt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
-def test_a_trial_run_counts_the_process_and_what_workers_keep(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_run_counts_the_process_and_what_workers_keep(
+    dataset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data")
     (term,) = [term for term in alone["terms"] if term["pool"] == "ram"]
     assert "trial run" in term["source"] and alone["need"]["ram"] > 60 * MB  # torch itself
     assert alone["verdict"] == "fits" and alone["settings"]["num_workers"] == 0 and alone["codes"] == {}
+    use_forks(monkeypatch.setattr)  # the process is new above, and the workers are forks in both
     with_workers = _json(capsys, "--batch", "8", "--workers", "2", "--dataset", f"{dataset}:data")
     assert with_workers["need"]["shm"] >= 4 * 8 * MB and with_workers["need"]["fds"] > 10
 
