@@ -109,7 +109,7 @@ FORMATS = (
     Format(
         "zarr",
         "legroom.formats.zarr_reader:ZarrReader",
-        "Zarr v2 and v3",
+        phrase("Zarr v2 and v3"),
         recognizes=lambda one: any(name in one.members for name in ZARR_FILES),
         recognizes_directory=_contains(*ZARR_FILES),
         endings=(".zarr",),
@@ -124,7 +124,7 @@ FORMATS = (
     Format(
         "torch",
         "legroom.formats.torch_reader:TorchReader",
-        "torch checkpoints",
+        phrase("torch checkpoints"),
         recognizes=_has_member("data.pkl"),
         at_offsets=True,
     ),
@@ -139,7 +139,7 @@ FORMATS = (
     Format(
         "arrow",
         "legroom.formats.arrow_reader:ArrowReader",
-        "Arrow IPC (file, stream, Feather v2)",
+        phrase("Arrow IPC (file, stream, Feather v2)"),
         recognizes=_starts_and_ends_with(b"ARROW1", "Arrow IPC"),
         endings=(".arrow", ".feather"),
     ),
@@ -154,7 +154,7 @@ FORMATS = (
     Format(
         "arrow-stream",
         "legroom.formats.arrow_reader:ArrowReader",
-        "Arrow IPC (file, stream, Feather v2)",
+        phrase("Arrow IPC (file, stream, Feather v2)"),
         recognizes=_is_arrow_stream,
     ),
     Format(
@@ -177,7 +177,7 @@ FORMATS = (
     Format(
         "hf-datasets",
         "legroom.formats.hf_datasets_reader:HfDatasetsReader",
-        "directories of Hugging Face datasets",
+        phrase("directories of Hugging Face datasets"),
         recognizes_directory=_contains("dataset_info.json", "dataset_dict.json"),
         directory_files=_hf_dataset_files,
     ),
@@ -255,12 +255,16 @@ def _unknown(candidate: Candidate) -> UnknownFormat:
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
-    readable = ", ".join(dict.fromkeys(one.title or one.name for one in FORMATS))
+    readable = ", ".join(dict.fromkeys(map(_shown, FORMATS)))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
         fix=(*([fix] if fix else []), say("convert it to one of: {readable}", readable=readable)),
     )
+
+
+def _shown(known: Format) -> str:
+    return say(known.title) if known.title else known.name
 
 
 def _unknown_directory(path: Path) -> UnreadableSource:
@@ -271,7 +275,7 @@ def _unknown_directory(path: Path) -> UnreadableSource:
         fix = say("pass the files in it as a pattern: '{pattern}'", pattern=pattern)
     else:
         fix = say("pass a file in it")
-    readable = ", ".join(one.title or one.name for one in FORMATS if one.recognizes_directory is not None)
+    readable = ", ".join(_shown(one) for one in FORMATS if one.recognizes_directory is not None)
     return UnreadableSource(
         say("cannot read {path}", path=path),
         why=say("it is a directory, but none of these: {formats}", formats=readable),
