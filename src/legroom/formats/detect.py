@@ -134,14 +134,14 @@ def _is_mds(path: Path) -> bool:
 
 # Without marks: a directory that no other format recognizes is looked at last (directory_format).
 _IMAGE_FOLDER = Format(
-    "imagefolder", "legroom.formats.image_folder_reader:ImageFolderReader", "folders of images by class"
+    "imagefolder", "legroom.formats.image_folder_reader:ImageFolderReader", phrase("folders of images by class")
 )
 # Asked in this order; the first that recognizes a file reads it.
 FORMATS = (
     Format(  # first: the names and files in it may look like other formats
         "webdataset",
         "legroom.formats.tar_reader:TarReader",
-        "WebDataset tar",
+        phrase("WebDataset tar"),
         recognizes=lambda one: is_tar(one.file),
         endings=(".tar",),
     ),
@@ -156,7 +156,7 @@ FORMATS = (
     Format(
         "zarr",
         "legroom.formats.zarr_reader:ZarrReader",
-        "Zarr v2 and v3",
+        phrase("Zarr v2 and v3"),
         recognizes=lambda one: any(name in one.members for name in ZARR_FILES),
         recognizes_directory=_contains(*ZARR_FILES),
         endings=(".zarr",),
@@ -171,7 +171,7 @@ FORMATS = (
     Format(
         "torch",
         "legroom.formats.torch_reader:TorchReader",
-        "torch checkpoints",
+        phrase("torch checkpoints"),
         recognizes=_has_member("data.pkl"),
         at_offsets=True,
     ),
@@ -186,7 +186,7 @@ FORMATS = (
     Format(
         "arrow",
         "legroom.formats.arrow_reader:ArrowReader",
-        "Arrow IPC (file, stream, Feather v2)",
+        phrase("Arrow IPC (file, stream, Feather v2)"),
         recognizes=_starts_and_ends_with(b"ARROW1", "Arrow IPC"),
         endings=(".arrow", ".feather"),
     ),
@@ -201,7 +201,7 @@ FORMATS = (
     Format(
         "arrow-stream",
         "legroom.formats.arrow_reader:ArrowReader",
-        "Arrow IPC (file, stream, Feather v2)",
+        phrase("Arrow IPC (file, stream, Feather v2)"),
         recognizes=_is_arrow_stream,
     ),
     Format(
@@ -224,14 +224,14 @@ FORMATS = (
     Format(
         "hf-datasets",
         "legroom.formats.hf_datasets_reader:HfDatasetsReader",
-        "directories of Hugging Face datasets",
+        phrase("directories of Hugging Face datasets"),
         recognizes_directory=_contains("dataset_info.json", "dataset_dict.json"),
         directory_files=_hf_dataset_files,
     ),
     Format(
         "megatron",
         "legroom.formats.megatron_reader:MegatronReader",
-        "token files",
+        phrase("token files"),
         recognizes=_starts_with(b"MMIDIDX\0\0"),
         takes_dtype=True,
         endings=(".idx",),
@@ -239,7 +239,7 @@ FORMATS = (
     Format(
         "llm.c",
         "legroom.formats.token_reader:TokenReader",
-        "token files",
+        phrase("token files"),
         recognizes=_is_llm_c,
         at_offsets=True,
         takes_dtype=True,
@@ -247,7 +247,7 @@ FORMATS = (
     Format(
         "tokens",
         "legroom.formats.token_reader:TokenReader",
-        "token files",
+        phrase("token files"),
         recognizes=_is_tokens,
         at_offsets=True,
         takes_dtype=True,
@@ -353,7 +353,7 @@ def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
             why, fix = say(reason), say(advice, path=path)
     flat = not given and (not why or head.startswith(b"\x80"))
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
-    readable = ", ".join(dict.fromkeys(one.title or one.name for one in FORMATS))
+    readable = ", ".join(dict.fromkeys(map(_shown, FORMATS)))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
@@ -365,6 +365,10 @@ def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
     )
 
 
+def _shown(known: Format) -> str:
+    return say(known.title) if known.title else known.name
+
+
 def _unknown_directory(path: Path, found: Counter[str]) -> UnreadableSource:
     if found:
         pattern = path / f"*{found.most_common(1)[0][0]}"
@@ -372,7 +376,7 @@ def _unknown_directory(path: Path, found: Counter[str]) -> UnreadableSource:
     else:
         fix = say("pass a file in it")
     known = (one for one in FORMATS if one.recognizes_directory is not None or one is _IMAGE_FOLDER)
-    readable = ", ".join(one.title or one.name for one in known)
+    readable = ", ".join(map(_shown, known))
     return _not_a_dataset(path, say("it is a directory, but none of these: {formats}", formats=readable), fix)
 
 

@@ -62,7 +62,7 @@ class Format:
     Attributes:
         name: As ``Description.format`` and `legroom cache list` show it.
         reader: A subclass of BaseReader, or where it is: ``"package.module:Class"``, imported for the first such file.
-        title: As error messages show it. The name by default.
+        title: As error messages show it; the name by default. Ours are translated.
         recognizes: Whether a file has this format, by its bytes. Reads little, and nothing that depends on its name.
         recognizes_directory: Whether a directory has this format. Lists nothing: it may be large.
         directory_files: The files of such a directory that hold its data, in any order. Without it, everything below

@@ -293,3 +293,68 @@ def test_a_reader_by_name_is_imported_for_its_first_file(install: Install, tmp_p
 def test_pytest_is_needed_by_nothing_but_the_contract_tests() -> None:
     code = "import sys, legroom, legroom.formats.detect, legroom.cache.find_or_build_entry\nassert 'pytest' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TABLE = """
+import io
+import pyarrow as pa
+from legroom.formats import Description, Format, TableReader
+
+
+class Reader(TableReader):
+    def _table(self):
+        return pa.ipc.open_stream(io.BytesIO(self._file.read_at(4, self._file.size - 4))).read_all()
+
+    def _describe(self):
+        table = self._table()
+        self.chosen = self._columns(table.schema)
+        spec = self._spec(self._schema(), table.num_rows, 2 * table.nbytes + 10_000)
+        return Description("tabl", (spec,), {}, (self.path,))
+
+    def _schema(self):
+        return self._table().select(self.chosen).schema
+
+    def _batches(self):
+        yield from self._table().select(self.chosen).to_batches()
+
+
+FORMAT = Format("tabl", Reader, recognizes=lambda one: one.head.startswith(b"TABL"))
+"""
+
+SLABS = READER.replace("Extent(self.path, 8, spec.nbytes) if SCALE == 1 else None", "None").replace(
+    "    def descriptors",
+    """    def _slabs(self, spec):
+        half = spec.nbytes // 2
+        return [Slab(at, half, lambda at=at: iter([memoryview(self.file.read_at(8 + at, half))])) for at in (0, half)]
+
+    def descriptors""",
+).replace("SourceFile, damaged", "Slab, SourceFile, damaged")  # fmt: skip
+
+
+def test_a_package_may_read_tables(install: Install, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"id": list(range(100)), "text": ["x" * i for i in range(100)]})
+    with pa.OSFile(str(tmp_path / "x"), "wb") as file:
+        file.write(b"TABL")
+        with pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=30)
+    install(TABLE)
+    assert legroom.open(tmp_path / "x")["table"].equals(table)
+    assert legroom.open(tmp_path / "x", keys="id")["table"].column_names == ["id"]
+    install(TABLE.replace("2 * table.nbytes + 10_000", "10"), version="1.1")  # it holds more than it states
+    with pytest.raises(DamagedSource, match="more than the 10 bytes"):
+        legroom.open(tmp_path / "x")
+
+
+def test_slabs_of_a_package_are_decoded_and_checked(install: Install, tmp_path: Path) -> None:
+    path, array = points(tmp_path, rows=1000)
+    install(SLABS)
+    np.testing.assert_array_equal(legroom.open(path)["xyz"], array)
+    install(SLABS.replace("for at in (0, half)", "for at in (0, half + 1)"), version="1.1")
+    with pytest.raises(FormatPluginFailed, match="acme_points") as caught:
+        legroom.open(path)
+    assert "gap" in caught.value.why
+    install(SLABS.replace("8 + at, half)", "8 + at, half - 4)"), version="1.2")
+    with pytest.raises(FormatPluginFailed, match="acme_points") as caught:
+        legroom.open(path)
+    assert "4 bytes less" in caught.value.why
