@@ -54,10 +54,12 @@ def with_indexes(paths: Sequence[Any]) -> list[Any]:
 
 def _index_of(path: Path) -> Path | None:
     """The .idx of Megatron beside a .bin, if there is one."""
-    index = path.with_suffix(".idx")
-    if path.suffix != ".bin" or not index.is_file():
+    if path.suffix != ".bin":
         return None
+    index = path.with_suffix(".idx")
     try:
+        if not index.is_file():  # a pipe would be waited for
+            return None
         with index.open("rb") as file:
             return index if file.read(len(MAGIC)) == MAGIC else None
     except OSError:
@@ -72,9 +74,9 @@ class MegatronReader(BaseReader):
         self._lookup = look_beside(path)
         if self._lookup.found is None:
             raise UnreadableSource(
-                say("{path} is missing", path=path.with_suffix(".bin")),
-                why=say("{path} is an index of Megatron; its tokens are in a .bin file of the same name", path=path),
-                fix=(say("put both files into one directory"),),
+                say("the .bin file of {path} is missing", path=path),
+                why=say("it is an index of Megatron; the tokens are in a .bin file of the same name beside it"),
+                fix=(say("put both files into one directory on this machine"),),
             )
         self._index = SourceFile(path)
         try:
