@@ -38,6 +38,7 @@ _MAGICS = {
     b"SQLite format 3": "SQLite",
     b"%PDF-": "PDF",
 }
+_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 _LEAST_OPCODES = 8  # of a pickle; fewer may be chance
 _LINE = 1 << 20  # of text in a pickle
 
@@ -178,7 +179,7 @@ def _is_pickle(file: SourceFile) -> bool:
     for _ in range(_LEAST_OPCODES):
         if at >= file.size:
             return sure  # cut off
-        opcode = pickletools.code2op.get(chr(file.read_at(at, 1)[0]))
+        opcode = _OPCODES.get(chr(file.read_at(at, 1)[0]))
         if opcode is None:
             return False
         if opcode.name == "STOP":
