@@ -140,7 +140,7 @@ def _token_kind(file: SourceFile, head: bytes, dtype: str | None) -> str:
         return "llm.c"
     if dtype is None:
         raise _unknown(file.path, head)
-    other = tokens.other_format(file)
+    other = lazy_import("legroom.formats.recognize_other_files").other_format(file)
     if other in _COMPRESSED_NAMES or head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
         raise _unknown(file.path, head)
     if other is not None:

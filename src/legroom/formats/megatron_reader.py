@@ -23,7 +23,6 @@ from legroom.formats.token_reader import require_dtype
 from legroom.messages import say
 
 MAGIC = b"MMIDIDX\x00\x00"
-BESIDE = "beside"  # the kind of Lookup that finds the .bin
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
@@ -36,8 +35,8 @@ def look_beside(index: Path) -> Lookup:
     """Search the .bin of an .idx: beside its name, else beside the file that a link leads to."""
     for name in (index, Path(os.path.realpath(index))):
         if (found := name.with_suffix(".bin")).is_file():
-            return Lookup(BESIDE, ".bin", index, absolute(found))
-    return Lookup(BESIDE, ".bin", index, None)
+            return Lookup("beside", ".bin", index, absolute(found))
+    return Lookup("beside", ".bin", index, None)
 
 
 def with_indexes(paths: Sequence[Any]) -> list[Any]:
