@@ -481,7 +481,8 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
     tables = {table.part_of or table.name: list(table.columns) for table in manifest.tables}
     answering = [name for table, columns in tables.items() for name in column_names(table, columns)]
     every = [column for columns in tables.values() for column in columns]
-    Selection(request.keys).check([*arrays, *answering], [*arrays, *every], request.paths[0])
+    parts = [array.name for array in manifest.arrays]  # of ragged data, offsets and values
+    Selection(request.keys).check([*arrays, *parts, *answering], [*arrays, *every], request.paths[0])
 
 
 def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:

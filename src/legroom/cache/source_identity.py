@@ -273,12 +273,12 @@ def is_unchanged(source: Source) -> bool:
 
 def same_lookup(lookup: Lookup) -> bool:
     """Whether a lookup still finds the same file."""
+    if lookup.kind == "beside":
+        megatron = lazy_import("legroom.formats.megatron_reader")
+        return bool(megatron.look_beside(lookup.holder).found == lookup.found)
     with import_lock:
         from legroom.formats.hdf5_external_files import look_up
-        from legroom.formats.megatron_reader import BESIDE, look_beside
 
-    if lookup.kind == BESIDE:
-        return look_beside(lookup.holder).found == lookup.found
     return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found
 
 

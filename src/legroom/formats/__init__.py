@@ -12,6 +12,7 @@ npy_reader           .npy and .npz
 safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
 token_reader         flat token files with a dtype that the caller gives, and those of llm.c
+recognize_other_files  what a file given as flat tokens is instead: compressed, an archive, a pickle, text
 megatron_reader      Megatron's .idx and .bin
 tar_reader           WebDataset shards: the files of a tar archive, grouped into samples
 tar_headers          the regular files in a tar archive: names, positions, sizes

@@ -98,7 +98,8 @@ class TableSpec:
 class Lookup:
     """One search for a file that another file refers to. Repeating it must find the same file, or the data changed."""
 
-    kind: str  # which search rules apply: "link", "virtual" or "storage" (hdf5_external_files.py)
+    # Which search rules apply: "link", "virtual", "storage" (hdf5_external_files.py), "beside" (megatron_reader.py).
+    kind: str
     name: str  # as written in the referring file
     holder: Path  # the referring file
     found: Path | None  # None: missing; if it appears later, the data change

@@ -105,7 +105,7 @@ def _is_tokens(one: Candidate) -> bool:
     """A flat token file has no marks: the caller's dtype says that it is one, unless it is something else."""
     if one.dtype is None:
         return False
-    other = lazy_import("legroom.formats.token_reader").other_format(one.file, one.dtype)
+    other = lazy_import("legroom.formats.recognize_other_files").other_format(one.file, one.dtype)
     if other in _COMPRESSED_NAMES or one.head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
         raise _unknown(one)
     if other is not None:

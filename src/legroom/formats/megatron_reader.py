@@ -23,7 +23,6 @@ from legroom.formats.token_reader import require_dtype
 from legroom.messages import say
 
 MAGIC = b"MMIDIDX\x00\x00"
-BESIDE = "beside"  # the kind of Lookup that finds the .bin
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
@@ -36,8 +35,8 @@ def look_beside(index: Path) -> Lookup:
     """Search the .bin of an .idx: beside its name, else beside the file that a link leads to."""
     for name in (index, Path(os.path.realpath(index))):
         if (found := name.with_suffix(".bin")).is_file():
-            return Lookup(BESIDE, ".bin", index, absolute(found))
-    return Lookup(BESIDE, ".bin", index, None)
+            return Lookup("beside", ".bin", index, absolute(found))
+    return Lookup("beside", ".bin", index, None)
 
 
 def with_indexes(paths: Sequence[Any]) -> list[Any]:
@@ -54,10 +53,12 @@ def with_indexes(paths: Sequence[Any]) -> list[Any]:
 
 def _index_of(path: Path) -> Path | None:
     """The .idx of Megatron beside a .bin, if there is one."""
-    index = path.with_suffix(".idx")
-    if path.suffix != ".bin" or not index.is_file():
+    if path.suffix != ".bin":
         return None
+    index = path.with_suffix(".idx")
     try:
+        if not index.is_file():  # a pipe would be waited for
+            return None
         with index.open("rb") as file:
             return index if file.read(len(MAGIC)) == MAGIC else None
     except OSError:
@@ -72,9 +73,9 @@ class MegatronReader(BaseReader):
         self._lookup = look_beside(path)
         if self._lookup.found is None:
             raise UnreadableSource(
-                say("{path} is missing", path=path.with_suffix(".bin")),
-                why=say("{path} is an index of Megatron; its tokens are in a .bin file of the same name", path=path),
-                fix=(say("put both files into one directory"),),
+                say("the .bin file of {path} is missing", path=path),
+                why=say("it is an index of Megatron; the tokens are in a .bin file of the same name beside it"),
+                fix=(say("put both files into one directory on this machine"),),
             )
         self._index = SourceFile(path)
         try:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import zarr
 from cache_scenario_process import BUILD_STEPS
+from format_samples import megatron_index
 
 import legroom
 from legroom.cache import list_and_verify, source_identity
@@ -110,10 +111,17 @@ def write_safetensors(path: Path, number: int) -> None:
     save_file({"array": np.full((ROWS, 100), number)}, path)
 
 
+def write_megatron(path: Path, number: int) -> None:
+    """The index is the same in both versions."""
+    path.mkdir()
+    np.full(ROWS * 100, number, np.uint16).tofile(path / "near.bin")
+    (path / "near.idx").write_bytes(megatron_index([100] * ROWS, [0, ROWS]))
+
+
 WRITERS: dict[str, Callable[[Path, int], None]] = {
     name.removeprefix("write_"): writer for name, writer in globals().items() if name.startswith("write_")
 }
-INSIDE = dict.fromkeys(("linked", "virtual", "storage"), "near.h5")
+INSIDE = {**dict.fromkeys(("linked", "virtual", "storage"), "near.h5"), "megatron": "near.idx"}
 
 
 class Flip:
@@ -134,7 +142,7 @@ class Flip:
 
 
 def value(data: Any) -> set[int]:
-    return set(np.unique(np.asarray(data["array"])).tolist())
+    return set(np.unique(np.asarray(data["array" if "array" in data else "sequences/values"])).tolist())
 
 
 def looked_at(shm: Path, flip: Flip) -> None:
@@ -205,7 +213,7 @@ def test_a_link_flipped_and_flipped_back_poisons_no_entry(
 
 
 @pytest.mark.usefixtures("old_files")
-@pytest.mark.parametrize("kind", ["npy", "gzip", "zarr", "virtual"])
+@pytest.mark.parametrize("kind", ["npy", "gzip", "zarr", "virtual", "megatron"])
 def test_a_storm_of_flips_poisons_no_entry(shm: Path, tmp_path: Path, kind: str) -> None:
     flips(shm, tmp_path, kind, seconds=1)
 
@@ -268,7 +276,7 @@ def test_data_in_another_file_that_is_rewritten_under_the_load_poison_no_entry(
     from legroom.cache import drop_and_gc
 
     flip = Flip(tmp_path, kind)
-    (far,) = flip.versions[0].glob("far.*")
+    (far,) = flip.versions[0].glob("near.bin" if kind == "megatron" else "far.*")
     contents = [far.read_bytes(), (flip.versions[1] / far.name).read_bytes()]
     digests = []
     for content in contents:

@@ -104,6 +104,16 @@ def test_the_tokens_of_a_pair_are_mapped_in_place(tmp_path: Path) -> None:
         assert next(iter(data.batches(4, sequence_length=10)))["tokens"].shape == (4, 11)
 
 
+def test_a_part_of_ragged_data_can_be_opened_again(tmp_path: Path) -> None:
+    path = megatron(tmp_path, count=5000)
+    for _ in range(2):
+        with legroom.open(path, "sequences/values") as data:
+            assert list(data) == ["sequences/values"]
+            assert next(iter(data.batches(4, sequence_length=10)))["tokens"].shape == (4, 11)
+    with legroom.open(path, "sequences") as data:
+        assert list(data) == ["sequences"]
+
+
 def test_a_pair_is_one_entry_by_either_name(tmp_path: Path) -> None:
     path = megatron(tmp_path, count=5000)
     expected = read_megatron(path)

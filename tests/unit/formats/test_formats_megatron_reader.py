@@ -94,7 +94,7 @@ def test_the_bin_is_found_beside_the_name_or_beside_the_file(tmp_path: Path) -> 
 def test_a_missing_bin_is_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     path.with_suffix(".bin").unlink()
-    with pytest.raises(UnreadableSource, match=r"x\.bin is missing"):
+    with pytest.raises(UnreadableSource, match=r"the \.bin file of .*x\.idx is missing"):
         open_source(path)
 
 

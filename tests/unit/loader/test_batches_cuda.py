@@ -486,6 +486,18 @@ def test_columns_in_pieces(tmp_path: Path) -> None:
     gatherer.close()
 
 
+@pytest.mark.parametrize(("stride", "path"), [(7, "cuda-pinned"), (2, "cuda-pinned"), (8, "cuda-")])
+def test_windows_of_tokens(tmp_path: Path, stride: int, path: str) -> None:
+    """Rows that overlap are gathered by the CPU; those that lie side by side may take any path."""
+    stored = Stored(tmp_path, tokens=np.arange(1000, dtype=np.uint16))
+    stored.columns["tokens"] = np.lib.stride_tricks.sliding_window_view(stored.columns["tokens"], 8)[::stride]
+    gatherer = stored.open(FakeDriver(), shuffle=True)
+    assert gatherer.path.startswith(path)
+    for rows in (np.arange(0, 100, 3), np.array([5, 5, 99, 0])):
+        same(gatherer.gather(rows), stored.columns, rows)
+    gatherer.close()
+
+
 # The order of events.
 
 

@@ -69,7 +69,7 @@ class Batches:
         else:
             tokens = windows_of(data, length, settings.stride)
             columns = {"tokens": tokens}
-            windows = [length, settings.stride or length, str(tokens.dtype)]
+            windows = [int(length), int(settings.stride or length), str(tokens.dtype)]
         found = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
         self._fingerprint = replace(found, windows=windows)
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())

@@ -1,0 +1,103 @@
+"""What a file recognizably is that was given as flat tokens: compressed, a pickle, text, …
+
+Formats that Legroom reads are recognized in detect.py. Tokens may look like anything by chance, so a mark of two bytes
+is not enough: a gzip header has a third one, a pickle is followed through its first instructions.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from typing import Any
+
+import numpy as np
+
+from legroom.formats.data_file import SourceFile
+from legroom.messages import say
+
+_LLM_C_OTHER = (20240326, 20240327, 20240522)  # model weights, debug state, evaluation data
+_LOOK = 4096  # bytes at the start of a flat file in which other formats are recognized
+_MAGICS = {
+    b"\x1f\x8b\x08": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"GGUF": "GGUF",
+    b"\x89PNG\r\n": "PNG",
+    b"\xff\xd8\xff": "JPEG",
+    b"\x7fELF": "ELF",
+    b"SQLite format 3": "SQLite",
+    b"%PDF-": "PDF",
+}
+_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
+_LEAST_OPCODES = 8  # of a pickle; fewer may be chance
+_LINE = 1 << 20  # of text in a pickle
+
+
+def other_format(file: SourceFile, dtype: str) -> str | None:
+    """What a file is that was given as flat tokens of this type, if it is recognizably something else.
+
+    Text is not tokens, unless they are its bytes.
+    """
+    head = file.read_at(0, min(_LOOK, file.size))
+    for mark, name in _MAGICS.items():
+        if head.startswith(mark):
+            return name
+    if len(head) >= 8 and int.from_bytes(head[:4], "little") in _LLM_C_OTHER:
+        return say("a file of llm.c that holds no tokens")
+    if _is_pickle(file):
+        return "pickle"
+    if np.dtype(dtype).itemsize > 1 and _is_text(head):
+        return say("text")
+    return None
+
+
+def _is_pickle(file: SourceFile) -> bool:
+    """Whether it starts with instructions of a pickle. From protocol 2 on, its number comes first."""
+    sure, at = False, 0
+    for _ in range(_LEAST_OPCODES):
+        if at >= file.size:
+            return sure  # cut off
+        opcode = _OPCODES.get(chr(file.read_at(at, 1)[0]))
+        if opcode is None:
+            return False
+        if opcode.name == "STOP":
+            return at == file.size - 1
+        after = _after(file, at + 1, opcode)
+        if after is None:
+            return False
+        if at == 0:  # evidence enough, unless something follows that is no instruction
+            sure = opcode.name == "GLOBAL" or (opcode.name == "PROTO" and 2 <= file.read_at(0, after)[-1] <= 5)
+        at = after
+    return True
+
+
+def _after(file: SourceFile, at: int, opcode: Any) -> int | None:
+    """The position after an instruction's argument; None if that is no argument."""
+    width = 0 if opcode.arg is None else opcode.arg.n
+    if width >= 0:
+        return min(at + width, file.size)
+    if width != pickletools.UP_TO_NEWLINE:
+        size = {"1": 1, "4": 4, "8": 8}[opcode.arg.name[-1]]
+        return min(at + size, file.size) + int.from_bytes(file.read_at(at, min(size, file.size - at)), "little")
+    for _ in range(2 if opcode.name in ("GLOBAL", "INST") else 1):
+        text = file.read_at(at, min(_LINE, file.size - at))
+        line, end, _ = text.partition(b"\n")
+        if not end and at + len(text) < file.size:
+            return None
+        if opcode.name != "UNICODE" and not (line.isascii() and line.decode("ascii").isprintable()):
+            return None
+        at += len(line) + len(end)
+    return at
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the bytes are printable UTF-8. The last character may be cut."""
+    for cut in range(4):
+        try:
+            text = head[: len(head) - cut].decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        return bool(text) and all(letter.isprintable() or letter in "\t\n\r\f" for letter in text)
+    return False
