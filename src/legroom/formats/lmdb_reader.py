@@ -342,7 +342,9 @@ def _tree(meta: bytes, number: int, path: Path) -> _Tree:
     free = _TREE.unpack_from(meta, _HEADER.size + _META.size)[1]
     if not free & _INTEGER_KEYS or free & ~(_INTEGER_KEYS | _FIXED_MAP | _NO_DIRECTORY):
         raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
-    _, flags, depth, _, _, _, entries, root = _TREE.unpack_from(meta, _HEADER.size + _META.size + _TREE.size)
+    padding, flags, depth, _, _, _, entries, root = _TREE.unpack_from(meta, _HEADER.size + _META.size + _TREE.size)
+    if padding and not flags:  # the length of values, for several of one length at a key
+        raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
     last, transaction = _LAST.unpack_from(meta, _HEADER.size + _META.size + 2 * _TREE.size)
     return _Tree(_page_size(meta, path), flags, depth, entries, root, last, transaction)
 
