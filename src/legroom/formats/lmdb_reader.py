@@ -36,6 +36,7 @@ _LAST = struct.Struct("<QQ")  # last page, transaction
 _META_BYTES = _META.size + 2 * _TREE.size + _LAST.size
 _BRANCH, _LEAF, _OVERFLOW, _IS_META = 1, 2, 4, 8
 _BIG, _NAMED, _DUPLICATES = 1, 2, 4  # of a node: the value is in pages of its own, is a database, has several values
+_INTEGER_KEYS, _FIXED_MAP, _NO_DIRECTORY = 8, 1, 0x4000
 _NO_PAGE = (1 << 64) - 1
 _NODE = 8  # bytes before a key
 _MOST_DEPTH = 32  # the library's limit
@@ -337,7 +338,13 @@ def _tree(meta: bytes, number: int, path: Path) -> _Tree:
         raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
     if version != _VERSION:
         raise _unsupported(path, say("its data version is {version}, not {ours}", version=version, ours=_VERSION))
-    _, flags, depth, _, _, _, entries, root = _TREE.unpack_from(meta, _HEADER.size + _META.size + _TREE.size)
+    # Of the database of free pages: integer keys, and how the environment was opened.
+    free = _TREE.unpack_from(meta, _HEADER.size + _META.size)[1]
+    if not free & _INTEGER_KEYS or free & ~(_INTEGER_KEYS | _FIXED_MAP | _NO_DIRECTORY):
+        raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
+    padding, flags, depth, _, _, _, entries, root = _TREE.unpack_from(meta, _HEADER.size + _META.size + _TREE.size)
+    if padding and not flags:  # the length of values, for several of one length at a key
+        raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
     last, transaction = _LAST.unpack_from(meta, _HEADER.size + _META.size + 2 * _TREE.size)
     return _Tree(_page_size(meta, path), flags, depth, entries, root, last, transaction)
 

@@ -59,6 +59,10 @@ def test_what_the_library_writes_is_read_as_it_reads_it(tmp_path: Path) -> None:
             with env.begin(write=True) as transaction:
                 for key in list(entries)[::3]:
                     transaction.delete(key)
+        alone = str(tmp_path / f"{case}.lmdb")
+        with lmdb.open(alone, map_size=1 << 24, subdir=False) as env, env.begin(write=True) as transaction:
+            transaction.put(b"a", b"1")
+        assert read(tmp_path / f"{case}.lmdb")["value/values"].tobytes() == b"1"
         found, expected = read(folder), read_lmdb(folder)
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array)
