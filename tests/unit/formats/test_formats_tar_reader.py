@@ -453,3 +453,17 @@ def test_a_shard_that_is_replaced_is_noticed(tmp_path: Path) -> None:
         write_tar(path, [("a.a", b"2")])
         with pytest.raises(SourceChanged):
             reader.read_into("a/values", np.empty(1, np.uint8))
+
+
+def test_shards_in_remote_storage_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    from object_server import object_server
+
+    files = samples(20, 30_000)
+    body = [write_tar(tmp_path / "x", part).read_bytes() for part in (files[:30], files[30:])]
+    with object_server(a__tar=body[0], b__tar=body[1]) as server:
+        urls = [server.url("a.tar"), server.url("b.tar")]
+        with legroom.open(urls) as data:
+            assert [row.tobytes() for row in data["jpg"]] == [data for name, data in files if name.endswith("jpg")]
+        with legroom.open(urls[0], keys=["cls"]) as data:
+            assert len(data["cls"]) == 10 and list(data) == ["cls"]
