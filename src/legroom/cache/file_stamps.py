@@ -120,9 +120,9 @@ class StampedFolder(Sequence[StampedFile]):
         return hasher.hexdigest()
 
     @property
-    def packed_stamps(self) -> bytes:
+    def packed_stamps(self) -> bytearray:
         """The stamps of all files, one after the other."""
-        return bytes(self._stamps)
+        return self._stamps
 
     @property
     def size(self) -> int:

@@ -216,7 +216,7 @@ def _packed_stamps(source: Source) -> bytes:
     """The stamps of all files and directories, as a reader compares them with those it has listed."""
     files = source.files
     inside = files.packed_stamps if isinstance(files, StampedFolder) else b"".join(map(packed, files))
-    return inside + b"".join(map(packed, source.folders))
+    return b"".join([inside, *map(packed, source.folders)])
 
 
 def shard_names(paths: Sequence[SourcePath]) -> list[str]:

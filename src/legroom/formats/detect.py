@@ -400,13 +400,14 @@ def _require_classes(path: Path, names: Mapping[str, bool]) -> None:
 
 def _has_image(path: Path) -> bool:
     """Whether one of the first names below a directory is that of an image."""
-    looked = 0
-    for _, folders, files in os.walk(path):
-        looked += 1 + len(folders) + len(files)
-        if any(name.lower().endswith(IMAGES) for name in files):
+    waiting, looked = [path], 0
+    while waiting and looked <= _NAMES_READ:
+        folder = waiting.pop()
+        names = _names(folder)
+        looked += 1 + len(names)
+        if any(name.lower().endswith(IMAGES) for name, is_folder in names.items() if not is_folder):
             return True
-        if looked > _NAMES_READ:
-            break
+        waiting += [folder / name for name, is_folder in names.items() if is_folder]
     return False
 
 

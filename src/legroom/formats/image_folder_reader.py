@@ -129,7 +129,7 @@ class ImageFolderReader(BaseReader):
 
     def is_listed_among(self, stamps: bytes) -> bool:
         """Whether every image and directory that was found has one of these stamps."""
-        return are_among(self._stamps + self._folders, stamps)
+        return are_among(self._folders, stamps) and are_among(self._stamps, stamps)
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return None

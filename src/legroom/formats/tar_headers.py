@@ -200,7 +200,10 @@ def _read_extended(file: SourceFile, kind: bytes, data: int, size: int, at: int,
     pending.headers += kind
     name = None
     if kind == b"L":
-        name = text.partition(b"\0")[0]
+        # Programs end it at the first zero, wherever the size says that it ends.
+        name = file.read_at(data, min(_padded(size), file.size - data)).partition(b"\0")[0]
+        if len(name) not in (size - 1, size):
+            raise damaged(file.path, say("the long name at byte {at} does not have the length it states", at=at))
     elif kind == b"x":
         records = _records(file, text, at)
         name = records.get(b"path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -248,6 +249,20 @@ def test_a_file_replaced_after_it_was_listed_is_refused(tmp_path: Path) -> None:
         (root / "cat" / "1.jpg").unlink()
         with pytest.raises(SourceChanged):
             reader.read_into("image/values", np.empty(spec.shape, spec.dtype))
+
+
+def test_the_digest_is_that_of_the_sorted_names_and_digests(tmp_path: Path) -> None:
+    root = write(tmp_path / "x", "a/1.jpg", "a-b/1.jpg", "a.b/1.jpg", "a/b/1.jpg", "a/b-c/1.jpg", "a/b.jpg", "B/é.jpg")
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.jpg"))
+    source = source_identity.stamp_source((root,))
+    assert [file.name for file in source.files] == names
+    assert [file.path for file in source.files] == [root / name for name in names]
+    total = hashlib.md5()
+    for name in names:
+        total.update(f"{name}\0{hashlib.md5(name.encode()).hexdigest()}\n".encode())
+    assert source_identity.digest_source(source, "md5") == total.hexdigest()
+    assert source.size == sum(len(name.encode()) for name in names)
+    assert source == source_identity.stamp_source((root,)) and source_identity.is_unchanged(source)
 
 
 # Memory.

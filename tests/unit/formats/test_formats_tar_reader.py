@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import sys
 import tarfile
 import time
@@ -17,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import legroom
-from legroom.errors import DamagedSource, NoRoom, SourceChanged, UnknownFormat, UnsupportedData
+from legroom.errors import DamagedSource, LegroomError, NoRoom, SourceChanged, UnknownFormat, UnsupportedData
 from legroom.formats import gather_byte_ranges
+from legroom.formats.data_file import SourceFile
 from legroom.formats.decoding_memory import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
+from legroom.formats.tar_headers import regular_files
 from legroom.formats.tar_reader import split_name
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
@@ -235,6 +238,32 @@ def test_a_changed_byte_in_a_header_is_noticed(tar: Any) -> None:
         changed[at] ^= 1
         with pytest.raises((DamagedSource, UnknownFormat)):
             read(tar(bytes(changed)))
+
+
+def test_changed_headers_with_right_checksums_are_refused_or_read_as_tarfile_reads_them(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    long = [(f"{'directory/' * 12}{number}.a", b"x" * number) for number in range(3)]
+    good = [write_tar(tmp_path / "x", long, kind).read_bytes() for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)]
+    good.append(write_tar(tmp_path / "x", samples(2, 700)).read_bytes())
+    fields = [range(100), range(124, 136), range(156, 157), range(257, 265), range(345, 360), range(512, 560)]
+    same = 0
+    for _ in range(1500):
+        data = bytearray(rng.choice(good))
+        block = rng.choice([at for at in range(0, len(data), BLOCK) if data[at + 257 : at + 262] == b"ustar"])
+        data[block + rng.choice(rng.choice(fields))] = rng.choice([*b"\0 ./xLgKS75120", rng.randrange(256)])
+        whole = sum(data[block : block + 148]) + sum(data[block + 156 : block + BLOCK]) + 8 * 32
+        data[block + 148 : block + 156] = b"%06o\0 " % whole
+        (tmp_path / "x").write_bytes(data)
+        try:
+            with SourceFile(tmp_path / "x") as file:
+                found = [(name, file.read_at(start, size)) for name, start, size in regular_files(file)]
+        except LegroomError:
+            continue
+        with tarfile.open(tmp_path / "x") as archive:
+            expected = [(one.name, archive.extractfile(one).read()) for one in archive if one.isreg()]  # type: ignore[union-attr]
+        assert found == expected
+        same += 1
+    assert same > 500
 
 
 def test_sums_of_signed_bytes_are_accepted(tar: Any) -> None:
@@ -453,3 +482,17 @@ def test_a_shard_that_is_replaced_is_noticed(tmp_path: Path) -> None:
         write_tar(path, [("a.a", b"2")])
         with pytest.raises(SourceChanged):
             reader.read_into("a/values", np.empty(1, np.uint8))
+
+
+def test_shards_in_remote_storage_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    from object_server import object_server
+
+    files = samples(20, 30_000)
+    body = [write_tar(tmp_path / "x", part).read_bytes() for part in (files[:30], files[30:])]
+    with object_server(a__tar=body[0], b__tar=body[1]) as server:
+        urls = [server.url("a.tar"), server.url("b.tar")]
+        with legroom.open(urls) as data:
+            assert [row.tobytes() for row in data["jpg"]] == [data for name, data in files if name.endswith("jpg")]
+        with legroom.open(urls[0], keys=["cls"]) as data:
+            assert len(data["cls"]) == 10 and list(data) == ["cls"]
