@@ -95,6 +95,29 @@ def tasks() -> list[Task]:
         Task("cnn-32k", (3, 104, 104), np.uint8, 40_000, 1024, 80, lambda: Patches(104, 128), 0.98),
         Task("features-8k", (4096,), np.float16, 60_000, 4096, 150, lambda: Features(4096, 4096), 0.93, images=False),
         Task("features-2k", (1024,), np.float16, 200_000, 16384, 60, lambda: Features(1024, 2048), 0.93, images=False),
+        # The same rows with two to three times the work per row: less than half of the link's rate.
+        Task(
+            "features-8k-long-step",
+            (4096,),
+            np.float16,
+            60_000,
+            4096,
+            70,
+            lambda: Features(4096, 8192),
+            0.93,
+            images=False,
+        ),
+        Task(
+            "features-2k-long-step",
+            (1024,),
+            np.float16,
+            200_000,
+            16384,
+            40,
+            lambda: Features(1024, 4096),
+            0.93,
+            images=False,
+        ),
         Task("tokens-8k", (1024,), np.int64, 40_000, 512, 60, Tokens, 0.93, images=False),
     ]
 
