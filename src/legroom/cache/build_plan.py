@@ -5,6 +5,7 @@ Several sources are joined along their first axis. Nothing is read or written he
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,9 +126,20 @@ def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableT
         spec = next(other for other in description.items if other.name == item.name)
         if not isinstance(spec, TableSpec) or spec.columns != item.columns:
             raise _cannot_join(item.name, say("file {index} and file 1 have different columns", index=index + 1))
+        if _features(spec) != _features(item):
+            raise _cannot_join(item.name, say("file {index} and file 1 have different features", index=index + 1))
         part = replace(spec, name=f"{item.name}/{index}")
         found.append(TableTarget(part, "", index, item.name, item.name))
     return found
+
+
+def _features(table: TableSpec) -> object:
+    """What datasets notes about columns, such as the names of classes: the same number may be another class."""
+    noted: Any = table.attributes.get("huggingface")
+    try:
+        return json.loads(noted)["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return noted
 
 
 def _same_names(descriptions: Sequence[Description]) -> None:
@@ -143,10 +155,8 @@ def _same_classes(descriptions: Sequence[Description]) -> None:
     """A label is the number of a class in its own folder: the folders must have the same classes."""
     first = descriptions[0]
     for index, other in enumerate(descriptions):
-        if "imagefolder" in (first.format, other.format) and (first.format, first.attributes) != (
-            other.format,
-            other.attributes,
-        ):
+        labelled = "imagefolder" in (first.format, other.format) and any(one.name == "label" for one in first.items)
+        if labelled and (first.format, first.attributes) != (other.format, other.attributes):
             raise _cannot_join("label", say("folder {index} and folder 1 have different classes", index=index + 1))
 
 
@@ -164,6 +174,9 @@ def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[Array
             why = say("file {index} has {shape} {dtype}, file 1 has {first} {first_dtype}", index=index + 1,
                       shape=spec.shape, dtype=spec.dtype, first=item.shape, first_dtype=item.dtype)  # fmt: skip
             raise _cannot_join(item.name, why)
+        encodings = [one.attributes.get("mds_encoding") for one in (spec, item)]
+        if spec.text != item.text or encodings[0] != encodings[1]:
+            raise _cannot_join(item.name, say("file {index} and file 1 have different encodings", index=index + 1))
         skip = 1 if offsets and index else 0
         row_bytes = math.prod(item.shape[1:]) * item.dtype.itemsize
         nbytes = (spec.shape[0] - skip) * row_bytes

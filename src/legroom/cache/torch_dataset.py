@@ -6,6 +6,7 @@ entry again. Forked workers inherit the mappings.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ class SharedDataset:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        row = index.__index__()
+        row = operator.index(index)
         if not -self._length <= row < self._length:
             raise IndexError(index)
         return self._sample([column[row] for column in self._columns], row, shared=True)
@@ -113,14 +114,14 @@ def _checked(decode: Decode | None, names: Sequence[str]) -> dict[str, Callable[
     if not isinstance(decode, Mapping) or not all(callable(function) for function in decode.values()):
         raise UsageError(
             say("decode={given!r} is not a mapping of names to functions", given=decode),
-            fix=(say("pass for example decode={{'jpg': read_image}}"),),
+            fix=(say("pass for example {example}", example="decode={'jpg': read_image}"),),
         )
     for name in decode:
         if name not in names:
             raise UsageError(
                 say("decode has a function for {name!r}, which is not read", name=name),
                 why=say("the dataset reads {names}", names=listed(map(repr, names))),
-                fix=(say("pass the same names: data.dataset('jpg', decode={{'jpg': read_image}})"),),
+                fix=(say("pass the same names: {example}", example="data.dataset('jpg', decode={'jpg': read_image})"),),
             )
     return dict(decode)
 

@@ -16,6 +16,7 @@ and asks it what to enter and what to read.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -209,6 +210,7 @@ class BaseReader:
         if self._description is None:
             with self._library_errors(None):
                 found = self._describe()
+            self._require_names(found.items)
             for item in found.items:
                 if isinstance(item, ArraySpec):
                     self._require_possible(item)
@@ -298,6 +300,19 @@ class BaseReader:
             raise missing_key(name, self._by_name, self.path)
         return self._by_name[name]
 
+    def _require_names(self, items: Sequence[ArraySpec | TableSpec]) -> None:
+        """Refuse names that stand for two things: a column ``b/values`` beside ragged data ``b``."""
+        names = [item.name for item in items]
+        ragged = {item.ragged for item in items if isinstance(item, ArraySpec) and item.ragged not in (None, item.name)}
+        twice = [name for name, count in Counter(names).items() if count > 1 or name in ragged]
+        odd = [name for name in names if not _is_unicode(name)]
+        for name in (*twice, *odd):
+            raise UnsupportedData(
+                say("{path} has a column name that cannot be used: {name!r}", path=self.path, name=name),
+                why=say("it stands for two things") if name in twice else say("it is not valid Unicode"),
+                fix=(say("rename the column"), say("load only what you need: keys=[…]")),
+            )
+
     def _require_possible(self, spec: ArraySpec) -> None:
         """Refuse a shape that numpy cannot represent; an array without elements may still have impossible lengths."""
         most = prod(length for length in spec.shape if length) * max(1, spec.dtype.itemsize)
@@ -311,6 +326,14 @@ class BaseReader:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self.path} was closed")
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def what_is_read(name: str | None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from legroom.errors import UnknownFormat, UnreadableSource, UsageError
+from legroom.errors import FormatPluginFailed, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import BaseReader, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
@@ -123,15 +123,6 @@ def _hf_dataset_files(path: Path) -> list[Path]:
     return files
 
 
-def _is_mds(path: Path) -> bool:
-    if not os.path.lexists(path / MDS_FILE):
-        return False
-    if any(os.path.lexists(path / name) for name in ZARR_FILES):
-        why = say("it has the index of an MDS dataset and that of a Zarr store")
-        raise _not_a_dataset(path, why, say("separate them"))
-    return True
-
-
 # Without marks: a directory that no other format recognizes is looked at last (directory_format).
 _IMAGE_FOLDER = Format(
     "imagefolder", "legroom.formats.image_folder_reader:ImageFolderReader", phrase("folders of images by class")
@@ -145,7 +136,7 @@ FORMATS = (
         recognizes=lambda one: is_tar(one.file),
         endings=(".tar",),
     ),
-    Format("mds", "legroom.formats.mds_reader:MdsReader", "MosaicML MDS", recognizes_directory=_is_mds),
+    Format("mds", "legroom.formats.mds_reader:MdsReader", "MosaicML MDS", recognizes_directory=_contains(MDS_FILE)),
     Format(
         "npy",
         "legroom.formats.npy_reader:NpyReader",
@@ -317,19 +308,29 @@ def _file_format(candidate: Candidate) -> Format | PluginFormat:
 
 def directory_format(path: Path) -> Format | PluginFormat:
     """The format of a directory. Raises UnreadableSource, with a pattern of the data files in it, if it has none."""
-    for known in FORMATS:
-        if known.recognizes_directory is not None and known.recognizes_directory(path):
-            return known
-    plugin = find_plugin(lambda one: one.recognizes_directory(path), path)
+    ours = [known for known in FORMATS if known.recognizes_directory is not None and known.recognizes_directory(path)]
+    if len(ours) > 1:
+        why = say("it has the marks of several formats: {formats}", formats=listed(map(_shown, ours)))
+        raise _not_a_dataset(path, why, say("separate them"))
+    if ours:
+        return ours[0]
+    problem: FormatPluginFailed | None = None
+    try:
+        plugin = find_plugin(lambda one: one.recognizes_directory(path), path)
+    except FormatPluginFailed as failed:  # a package that is broken does not keep folders of images from being read
+        plugin, problem = None, failed
     if plugin is not None:
         return plugin
     names = _names(path)
     data = {ending for one in FORMATS for ending in one.endings}
     found = Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in data)
-    if not found and any(names.values()):
-        _require_classes(path, names)
-        return _IMAGE_FOLDER
-    raise _unknown_directory(path, found)
+    try:
+        if not found and any(names.values()):
+            _require_classes(path, names)
+            return _IMAGE_FOLDER
+        raise _unknown_directory(path, found)
+    except UnreadableSource as refusal:
+        raise problem or refusal from None
 
 
 def directory_files(path: Path) -> Sequence[Path] | None:
@@ -353,7 +354,7 @@ def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
             why, fix = say(reason), say(advice, path=path)
     flat = not given and (not why or head.startswith(b"\x80"))
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
-    readable = ", ".join(dict.fromkeys(map(_shown, FORMATS)))
+    readable = listed(dict.fromkeys(map(_shown, FORMATS)))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
@@ -376,7 +377,7 @@ def _unknown_directory(path: Path, found: Counter[str]) -> UnreadableSource:
     else:
         fix = say("pass a file in it")
     known = (one for one in FORMATS if one.recognizes_directory is not None or one is _IMAGE_FOLDER)
-    readable = ", ".join(map(_shown, known))
+    readable = listed(map(_shown, known))
     return _not_a_dataset(path, say("it is a directory, but none of these: {formats}", formats=readable), fix)
 
 

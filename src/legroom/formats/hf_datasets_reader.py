@@ -251,14 +251,15 @@ def _read_layout(path: Path, stack: ExitStack) -> _Layout:
             raise damaged(file, say("it is not a JSON object"))
         return value
 
-    if os.path.lexists(path / DICT):
+    # In this order datasets itself looks: one may have been saved over the other.
+    if os.path.lexists(path / STATE) and os.path.lexists(path / INFO):
+        layout.splits.append(_saved(path, NAME, read))
+    elif os.path.lexists(path / DICT):
         names = _item(read(path / DICT), "splits", list, path / DICT)
         if not names or len(set(map(str, names))) != len(names):
             raise damaged(path / DICT, say("it names no splits, or one of them twice"))
         for name in names:
             layout.splits.append(_saved(path / _plain(name, path / DICT), name, read))
-    elif os.path.lexists(path / STATE):
-        layout.splits.append(_saved(path, NAME, read))
     else:
         layout.splits += _downloaded(path, read(path / INFO))
     return layout

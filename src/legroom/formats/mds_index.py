@@ -153,7 +153,7 @@ def _file(path: Path, number: int, given: Any) -> ShardFile | None:
         return None
     fields: dict[str, Any] = given if isinstance(given, dict) else {}
     name, nbytes, hashes = fields.get("basename"), fields.get("bytes"), fields.get("hashes") or {}
-    if not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")) or "\0" in name:
+    if not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")) or not name.isprintable():
         raise _invalid(path, number, "basename")
     if type(nbytes) is not int or nbytes < 0:
         raise _invalid(path, number, "bytes")

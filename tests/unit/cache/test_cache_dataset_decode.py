@@ -89,3 +89,11 @@ def test_values_of_other_columns_are_copies(tmp_path: Path) -> None:
     with legroom.open(tmp_path / "a.npy") as opened:
         dataset = opened.dataset("array", decode={"array": spoil})
         assert dataset[0].tolist() == [1, 1] and dataset[0].tolist() == [1, 1]
+
+
+def test_an_index_that_is_no_integer_is_a_type_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(4))
+    rows = legroom.open(tmp_path / "x.npy").dataset()
+    for index in (slice(0, 2), 1.0, "a"):
+        with pytest.raises(TypeError):
+            rows[index]  # type: ignore[index]

@@ -249,3 +249,41 @@ def test_load_dataset_shows_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = legroom.open(folder)
     for split, dataset in shown.items():
         assert data[split].equals(dataset.data.table), split
+
+
+def test_a_dataset_saved_over_a_dataset_dict_is_what_is_read(tmp_path: Path) -> None:
+    """datasets looks for a Dataset first, and leaves the files of the other one in the directory."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    hf_saved(folder / "train", small())
+    (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert list(legroom.open(folder)) == ["train"]
+    hf_saved(folder, small().slice(7))
+    data = legroom.open(folder)
+    assert list(data) == ["table"] and data["table"]["id"].to_pylist() == [7, 8, 9]
+
+
+def test_tables_whose_numbers_are_other_classes_are_not_joined(tmp_path: Path) -> None:
+    folders = []
+    for names in (["cat", "dog"], ["dog", "fox"]):
+        folder = hf_saved(tmp_path / names[0], pa.table({"label": pa.array([0, 1])}))
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        changed(folder / "dataset_info.json", features=features)
+        for file in folder.glob("*.arrow"):
+            table = pa.ipc.open_stream(file.read_bytes()).read_all()
+            notes = {"huggingface": json.dumps({"info": {"features": features}})}
+            with pa.ipc.new_stream(str(file), table.schema.with_metadata(notes)) as writer:
+                writer.write_table(table)
+        folders.append(folder)
+    assert len(legroom.open([folders[0], folders[0]])["table"]) == 4
+    with pytest.raises(UnsupportedData, match="join") as caught:
+        legroom.open(folders)
+    assert "features" in caught.value.why
+
+
+@pytest.mark.parametrize("mark", [".zgroup", "zarr.json", "index.json", "data.mdb"])
+def test_a_directory_with_the_marks_of_two_formats_is_refused(tmp_path: Path, mark: str) -> None:
+    folder = hf_saved(tmp_path / "x", small())
+    (folder / mark).write_text("{}")
+    with pytest.raises(LegroomError, match="several formats"):
+        legroom.open(folder)

@@ -106,7 +106,7 @@ def test_a_class_without_images_is_refused_as_image_folder_does(tmp_path: Path, 
         (("Train/cat/1.jpg",), "splits"),
         (("cat/1.txt", "dog/2.txt"), "no images"),
         ((), "none of these: .*Zarr"),
-        (("cat/1.jpg", "index.json", "zarr.json"), "MDS dataset and that of a Zarr store"),
+        (("cat/1.jpg", "index.json", "zarr.json"), "several formats: MosaicML MDS, Zarr"),
     ],
 )
 def test_what_is_unclear_is_refused(tmp_path: Path, files: tuple[str, ...], why: str) -> None:

@@ -277,3 +277,27 @@ def test_the_index_is_read_within_the_memory_that_is_free(shards: Path, monkeypa
     monkeypatch.setattr(mds_reader, "MOST_INDEX", 100)
     with pytest.raises(DamagedSource, match=r"index\.json"):
         read(shards)
+
+
+@pytest.mark.parametrize("encodings", [("jpeg", "str"), ("str", "jpeg"), ("jpeg", "png"), ("ndarray:int16", "ndarray")])
+def test_columns_of_other_encodings_are_not_joined(tmp_path: Path, encodings: tuple[str, str]) -> None:
+    folders = [
+        write_mds(tmp_path / str(number), [[{"x": b"12"}]], {"x": encoding})
+        for number, encoding in enumerate(encodings)
+    ]
+    with pytest.raises(UnsupportedData, match="join"):
+        legroom.open(folders)
+    again = write_mds(tmp_path / "again", [[{"x": b"34"}]], {"x": encodings[0]})
+    assert len(legroom.open([folders[0], again])["x"]) == 2
+
+
+@pytest.mark.parametrize("columns", [{"b": "bytes", "b/values": "uint8"}, {"b": "bytes", "b/offsets": "int"},
+                                     {"b": "bytes", "b/values": "bytes"}, {"\ud800": "uint8"}])  # fmt: skip
+@pytest.mark.parametrize("disabled", ["", "1"])
+def test_a_name_that_cannot_be_used_is_refused(
+    tmp_path: Path, columns: dict[str, str], disabled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGROOM_DISABLE", disabled)
+    row = {name: bytes(8) if encoding == "int" else b"1" for name, encoding in columns.items()}
+    with pytest.raises(UnsupportedData, match="column name"):
+        legroom.open(write_mds(tmp_path / "x", [[row, row]], columns))

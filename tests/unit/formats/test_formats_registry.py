@@ -66,6 +66,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # bytecode of the same second and size would be used again
     modules: set[str] = set()
 
     def put(text: str, package: str = "acme_points", version: str = "1.0", point: str = "FORMAT") -> None:
@@ -358,3 +359,13 @@ def test_slabs_of_a_package_are_decoded_and_checked(install: Install, tmp_path: 
     with pytest.raises(FormatPluginFailed, match="acme_points") as caught:
         legroom.open(path)
     assert "4 bytes less" in caught.value.why
+
+
+def test_a_package_that_is_broken_does_not_keep_image_folders_from_being_read(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "x" / "cat").mkdir(parents=True)
+    (tmp_path / "x" / "cat" / "1.jpg").write_bytes(b"one")
+    (tmp_path / "empty").mkdir()
+    install("import no_such_module")
+    assert legroom.open(tmp_path / "x").info.format == "imagefolder"
+    with pytest.raises(FormatPluginFailed, match="acme_points"):
+        legroom.open(tmp_path / "empty")

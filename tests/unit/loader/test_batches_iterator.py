@@ -488,3 +488,18 @@ def test_columns_that_a_device_cannot_hold_stay_in_memory(tmp_path: Path, monkey
     assert told[2] is told[3]  # the rows that were begun are the ones asked for
     with pytest.raises(UnsupportedData, match="ids"):
         data.batches(60, device="cuda:1", keys="ids")
+
+
+def test_integers_of_numpy_are_integers(data: Data) -> None:
+    small = np.uint8(10)
+    batches = data.batches(small, shuffle=True, seed=np.int64(3), epoch=np.int32(1))  # type: ignore[arg-type]
+    assert flat(labels(batches)) == permutation(ROWS, 3, 1).tolist()
+    state = json.loads(json.dumps(batches.state_dict()))
+    batches.load_state_dict(state)
+
+
+@pytest.mark.parametrize("changed", [{"position": 1.5}, {"position": True}, {"position": "3"}, {"epoch": "a"}])
+def test_a_state_with_what_is_no_number_is_damaged(data: Data, changed: dict[str, Any]) -> None:
+    batches = data.batches(10, shuffle=True)
+    with pytest.raises(UsageError, match="damaged"):
+        batches.load_state_dict({**batches.state_dict(), **changed})

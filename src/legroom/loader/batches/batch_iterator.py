@@ -60,7 +60,7 @@ class Batches:
     """Batches of a Data: dicts of column names to tensors or arrays. ``len`` is the number of batches in an epoch."""
 
     def __init__(self, data: Data, settings: BatchSettings) -> None:
-        settings.check()
+        settings = settings.checked()
         self._data, self._settings = data, settings
         length, windows = settings.sequence_length, None
         columns: Mapping[str, Column]
@@ -69,7 +69,7 @@ class Batches:
         else:
             tokens = windows_of(data, length, settings.stride)
             columns = {"tokens": tokens}
-            windows = [int(length), int(settings.stride or length), str(tokens.dtype)]
+            windows = [length, settings.stride or length, str(tokens.dtype)]
         found = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
         self._fingerprint = replace(found, windows=windows)
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())
@@ -389,7 +389,8 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
                 theirs=state[name],
                 ours=getattr(here, name),
             )
-    if state["epoch"] < 0 or not 0 <= state["position"] <= here.rows:
+    numbers = state["epoch"], state["position"]
+    if any(type(one) is not int for one in numbers) or numbers[0] < 0 or not 0 <= numbers[1] <= here.rows:
         raise _refused(
             phrase("the state is damaged"),
             phrase("epoch {epoch}, position {position} of {rows} rows"),

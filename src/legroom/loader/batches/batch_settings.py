@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,16 @@ class BatchSettings:
         """Whether batches stay in RAM."""
         return self.device is None or str(self.device) == "cpu"
 
-    def check(self) -> None:
-        """Raise UsageError for arguments that are invalid for any data."""
-        check_integer("batch_size", self.batch_size, 1)
-        check_integer("seed", self.seed, 0)
-        if self.epoch is not None:
-            check_integer("epoch", self.epoch, 0)
+    def checked(self) -> BatchSettings:
+        """The same with plain integers; UsageError for arguments that are invalid for any data."""
+        least = {"batch_size": 1, "seed": 0, "epoch": 0, "sequence_length": 1, "stride": 1}
+        given = {name: value for name in least if (value := getattr(self, name)) is not None}
+        plain: dict[str, Any] = {name: check_integer(name, value, least[name]) for name, value in given.items()}
+        found = replace(self, **plain)
+        found._check()
+        return found
+
+    def _check(self) -> None:
         check_choice("format", self.format, FORMATS)
         check_choice("uneven", self.uneven, UNEVEN)
         if self.transform is not None and not callable(self.transform):
@@ -119,9 +123,6 @@ class BatchSettings:
                     fix=("sequence_length=1024",),
                 )
             return
-        check_integer("sequence_length", self.sequence_length, 1)
-        if self.stride is not None:
-            check_integer("stride", self.stride, 1)
         for name in ("keys", "resident"):
             if getattr(self, name):
                 raise UsageError(
