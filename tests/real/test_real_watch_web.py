@@ -52,8 +52,8 @@ def fresh(page: Page) -> Page:
 
 
 @contextlib.contextmanager
-def _watching(*options: str) -> Iterator[str]:
-    """A watch in another process; its address."""
+def _watching(*options: str, ends: bool = False) -> Iterator[str]:
+    """A watch in another process; its address. ``ends``: it has ended by itself afterwards, or is about to."""
     child = subprocess.Popen(
         [*LEGROOM, "watch", "--web", "127.0.0.1:0", "--interval", "0.2s", *options],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -63,9 +63,12 @@ def _watching(*options: str) -> Iterator[str]:
         found = re.search(r"http://\S+", child.stderr.readline())
         assert found is not None
         yield found[0]
-    finally:
-        child.terminate()
+        if not ends:
+            child.terminate()
         assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
         child.stderr.close()
 
 
@@ -79,7 +82,7 @@ def test_a_live_watch_in_a_browser(fresh: Page) -> None:
         ["bash", "-c", f'exec -a "{HOSTILE_NAME}" {sys.executable} -c "import time; time.sleep(600)"']
     )
     try:
-        with _watching("--pid", str(sleeper.pid)) as url:
+        with _watching("--pid", str(sleeper.pid), ends=True) as url:
             page.open(url)
             page.until("document.querySelectorAll('#process-rows tr').length === 1")
             # A name is shown as text, and did nothing.

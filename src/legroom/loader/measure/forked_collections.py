@@ -111,6 +111,10 @@ class ForkedCollections:
 
     def _begin(self) -> None:
         """In this process, or in one that was forked."""
+        if not self._expedited:
+            # A worker inherits up to 699 objects towards its first collection, which is chance: the start of one that
+            # inherits many would take a collection more.
+            gc.collect(0)
         _OWN.pack_into(self._counts, os.getpid() % _SLOTS * _OWN.size, 0, 0)
         if self._expedited:
             again = self._again["main" if os.getpid() == self._main else "workers"]
