@@ -32,7 +32,7 @@ from fuzz_samples import TINY
 from test_cache_fuzz import ARRAYS, damage, entry, rewrite
 from test_cache_fuzz import cut as cut_off
 from test_cache_fuzz import flip as flip_bits
-from test_formats_fuzz import Child, damaged
+from test_formats_fuzz import Child, write_damaged
 
 import legroom
 from legroom.cache import drop_and_gc, find_or_build_entry, list_and_verify, remembered_digests
@@ -244,21 +244,20 @@ def test_sources_written_through_a_map_between_loads(
 
 def test_damaged_files_of_every_format(rounds: Callable[[], Iterator[random.Random]], tmp_path: Path) -> None:
     children = {mode: Child(mode) for mode in ("ours", "reference")}
-    good: dict[str, tuple[bytes, dict[str, Any]]] = {}
+    good: dict[str, tuple[Path, dict[str, Any]]] = {}
     try:
         for chance in rounds():
             sample = chance.choice(TINY)
             if sample.name not in good:
                 folder = tmp_path / sample.name
                 folder.mkdir()
-                data = sample.write(folder).read_bytes()
-                good[sample.name] = data, children["ours"].ask(sample.name, folder / "x")
-            data, before = good[sample.name]
+                good[sample.name] = sample.write(folder), children["ours"].ask(sample.name, folder / "x")
+            whole, before = good[sample.name]
             how: Any = [(chance.randrange(1 << 32), chance.randrange(256)) for _ in range(chance.randrange(1, 7))]
             if chance.random() < 0.2:
                 how = chance.randrange(1 << 32)
             path = tmp_path / sample.name / "damaged"  # some formats need a second file beside it
-            path.write_bytes(damaged(data, how))
+            write_damaged(whole, path, how)
             answer = children["ours"].ask(sample.name, path)
             assert answer["kind"] in ("error", "data", "huge"), (sample.name, how, answer)
             if answer["kind"] != "data":
