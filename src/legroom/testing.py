@@ -30,7 +30,7 @@ from legroom.formats.fill_arrays import Array
 Arrays = dict[str, Array]
 _CUTS = (0.0, 0.001, 0.3, 0.7, 0.999)
 _DAMAGES = 24  # files with changed bytes
-_MOST_READ = 256 << 20  # bytes that a damaged file may state: whoever reserves memory refuses more
+_MOST_READ = 256 << 20  # bytes that a damaged file may state; a caller that reserves memory refuses more
 
 
 @dataclass(frozen=True)
