@@ -46,13 +46,10 @@ class PrivateSlots:
 
     def add(self, slot_id: int, fd: int) -> None:
         """Map a slot; the descriptor is closed."""
-        for known, slot in list(self._slots.items()):
-            if slot.released:  # its worker uses it no more
-                del self._slots[known]
         self._slots[slot_id] = Slot.at(fd, slot_id, private=True)
 
     def forget(self, slots: list[int]) -> None:
-        """The workers of these slots have ended; each map lives while a batch uses it."""
+        """No batch will come in these slots; each map lives while a batch uses it."""
         for slot_id in slots:
             self._slots.pop(slot_id, None)
             self._used.discard(slot_id)

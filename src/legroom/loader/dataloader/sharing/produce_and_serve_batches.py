@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from legroom.cache.capacity import memory_bounds, tightest
 from legroom.errors import BatchLost, BudgetTooSmall, ProducerFailed, WorkerDied
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
+from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing.batches_kept_for_trainers import Answer, Entry, Window
 from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.gpu_ring import GpuRings
@@ -120,7 +122,7 @@ class Trainer:
     def __init__(self, connection: Connection, pid: int) -> None:
         self.connection, self.pid = connection, pid
         self.member = False  # it has said hello
-        self.slots: set[int] = set()  # whose descriptors it has
+        self.slots: dict[int, weakref.ref[Slot]] = {}  # that it maps
         self.told = 0.0  # when it was last told to wait
         self.state: tuple[Position, StreamState] | None = None  # of an IterableDataset, where it asked
         self.command = ""
@@ -154,7 +156,6 @@ class Producer:
         self._killed_at: Position | None = None  # workers died when this batch was next
         self._deaths = 0  # so often
         self._sized = 0  # bytes of the batch that the window was sized for
-        self._seen_slots: dict[int, None] = {}
         self._workers: list[int] = []
         self._alone_since = time.monotonic()
         self._ending = False
@@ -262,8 +263,6 @@ class Producer:
                 return
             window = self.window
             window.interval = seconds if window.interval is None else 0.8 * window.interval + 0.2 * seconds
-            if made.slot is not None:
-                self._seen_slots[made.slot.slot.id] = None
             if self.stream is not None and made.error is None:
                 self._follow_stream(made)
             if made.nbytes > self._sized:
@@ -360,11 +359,8 @@ class Producer:
         if loader is not None:
             drop_iterator(loader)
         with self.changed:
-            gone, self._seen_slots = list(self._seen_slots), {}
             for number, trainer in list(self.trainers.items()):
-                if trainer.slots:
-                    trainer.slots.clear()
-                    self._send(number, "forget", gone)
+                self._forget(number, list(trainer.slots))
 
     # Trainers, in both threads under the lock
 
@@ -413,14 +409,23 @@ class Producer:
         new = slot is not None and slot.id not in trainer.slots
         if slot is not None and new:
             fds.append(slot.fd)
+            # No batch can lie in them any more. Only this process knows that: a worker may release a slot before the
+            # batch in it was sent to every trainer.
+            self._forget(number, [one for one, known in trainer.slots.items() if known() is None])
         if made.fd >= 0:
             fds.append(made.fd)
         sent = self._send(
             number, "batch", entry.position, entry.serial, None if slot is None else slot.id, new, made.body, fds=fds
         )
         if sent and slot is not None:
-            trainer.slots.add(slot.id)
+            trainer.slots[slot.id] = weakref.ref(slot)
         return sent
+
+    def _forget(self, number: int, slots: list[int]) -> None:
+        """Let a trainer unmap slots. One that is needed again is sent as a new one."""
+        if slots and self._send(number, "forget", slots):
+            for one in slots:
+                del self.trainers[number].slots[one]
 
     def _send(self, number: int, *message: Any, fds: Any = ()) -> bool:
         try:
