@@ -56,9 +56,9 @@ class Trace:
         if name != self._phase:
             self._phase, self._seen = name, set()
 
-    def _called(self, frame: FrameType, event: str, _: object) -> None:
+    def _called(self, frame: FrameType, event: str, _: object, source: str = SOURCE) -> None:
         name = frame.f_code.co_filename
-        if event != "call" or not name.startswith(SOURCE) or name in self._seen or _importing(frame):
+        if event != "call" or not name.startswith(source) or name in self._seen or _importing(frame):
             return
         self._seen.add(name)
         os.write(self._file, f"{self._phase}\t{name.removeprefix(SOURCE)}\n".encode())

@@ -32,9 +32,14 @@ from legroom.cache.staging_directory import StagingDirectory, interleaved
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step
 from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.data_file import wait_for_bytes, wrong_checksum
-from legroom.formats.decoding_memory import DecodingMemory, release_freed_memory
+from legroom.formats.decoding_memory import DecodingMemory
 from legroom.messages import say
-from legroom.system.processes_and_threads import lower_thread_priority, room_for_threads, usable_cpus
+from legroom.system.processes_and_threads import (
+    lower_thread_priority,
+    release_freed_memory,
+    room_for_threads,
+    usable_cpus,
+)
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
 _POLL = 0.05

@@ -1,8 +1,8 @@
 """Readers of data files: describe a file without loading it, then read arrays into memory that the caller gives.
 
-base_reader          what a reader is: base class, records that describe a file, Selection (keys=[...])
+base_reader          what a format and a reader are: records that describe a file, base class, Selection (keys=[...])
 detect               our own formats; open_source(): recognize one by the file's bytes and open the right reader
-format_registry      what a format is, and the formats that other packages add by an entry point
+format_registry      the formats that other packages add by an entry point
 data_file            a file read at offsets; errors for missing, unreadable, truncated and damaged files
 fill_arrays          fill the caller's arrays: threads, byte order
 decoding_memory      the memory that decoding may take at once: a chunk waits until it fits beside the others
@@ -43,19 +43,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+    from legroom.formats.base_reader import (
+        ArraySpec,
+        BaseReader,
+        Candidate,
+        Description,
+        Extent,
+        Format,
+        Selection,
+        Slab,
+        TableSpec,
+    )
     from legroom.formats.data_file import SourceFile, damaged
     from legroom.formats.fill_arrays import copy_raw
-    from legroom.formats.format_registry import Candidate, Format
     from legroom.formats.table_reader import TableReader
 
 _HOMES = {
     "ArraySpec": "base_reader",
     "BaseReader": "base_reader",
-    "Candidate": "format_registry",
+    "Candidate": "base_reader",
     "Description": "base_reader",
     "Extent": "base_reader",
-    "Format": "format_registry",
+    "Format": "base_reader",
     "Selection": "base_reader",
     "Slab": "base_reader",
     "SourceFile": "data_file",

@@ -1,7 +1,7 @@
-"""What a reader of data files is: the records it returns, which keys it reads, and the base class of every format.
+"""What a format is: how its files are recognized, the base class of its reader, and the records that it returns.
 
 This is the interface between file formats and the rest of Legroom. To add a format, subclass BaseReader, implement the
-methods under "Implemented by each format", and register the class: in detect.py, or from another package by an entry
+methods under "Implemented by each format", and register a Format: in detect.py, or from another package by an entry
 point (format_registry.py).
 
 Rules for every reader:
@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
 from math import isfinite, prod
 from pathlib import Path
 from types import TracebackType
@@ -28,14 +30,18 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import MissingKey, UnsupportedData, UsageError
+from legroom.formats.data_file import SourceFile
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.fill_arrays import PIECE, Array, Progress, no_progress
 from legroom.messages import listed, say, shown
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 _MOST_BYTES = 1 << 50  # the limit of a manifest
 _MOST_AXES = 32  # numpy 1's limit
 MOST_ELEMENTS = 1024
 _MOST_TEXT = 1 << 20
+_HEAD = 512
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 
 
 # What a file holds: the result of describe().
@@ -476,3 +482,73 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
 
 def _nearest(name: str, among: list[str]) -> list[str]:
     return difflib.get_close_matches(name, among, n=1, cutoff=0.5)
+
+
+# How a format is recognized.
+
+
+class Candidate:
+    """A file whose format is to be recognized. It is not empty."""
+
+    def __init__(self, file: SourceFile, dtype: str | None = None) -> None:
+        self.file = file
+        self.dtype = dtype  # that the caller gave
+        self.path = file.path
+        self.size = file.size
+        self.head = file.read_at(0, min(_HEAD, file.size))  # its first 512 bytes
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read exactly ``count`` bytes from ``offset``."""
+        return self.file.read_at(offset, count)
+
+    @cached_property
+    def members(self) -> frozenset[str]:
+        """The names in a zip archive; of any other file none."""
+        if not self.head.startswith(_ZIP):
+            return frozenset()
+        return frozenset(info.filename for info in lazy_import("legroom.formats.npy_reader").member_infos(self.file))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the files of one format are recognized and read.
+
+    Attributes:
+        name: As ``Description.format`` and `legroom cache list` show it.
+        reader: A subclass of BaseReader, or where it is: ``"package.module:Class"``, imported for the first such file.
+        title: As error messages show it; the name by default. Ours are translated.
+        recognizes: Whether a file has this format, by its bytes. Reads little, and nothing that depends on its name.
+        recognizes_directory: Whether a directory has this format. Lists nothing: it may be large.
+        directory_files: The files of such a directory that hold its data, in any order. Without it, everything below
+            the directory is part of the data, and an added file makes it another dataset.
+        at_offsets: It reads through SourceFile at offsets alone, so also while the file is being downloaded.
+        at_offsets_with_keys: The same, if keys are selected.
+        takes_dtype: Its reader has a third argument: the type of tokens that the caller gave, or None.
+        endings: Of file names, to suggest a pattern for a directory of such files.
+    """
+
+    name: str
+    reader: str | type[BaseReader]
+    title: str = ""
+    recognizes: Callable[[Candidate], bool] | None = None
+    recognizes_directory: Callable[[Path], bool] | None = None
+    directory_files: Callable[[Path], Sequence[Path]] | None = None
+    at_offsets: bool = False
+    at_offsets_with_keys: bool = False
+    takes_dtype: bool = False
+    endings: tuple[str, ...] = ()
+
+    def reads_at_offsets(self, selection: Selection) -> bool:
+        """Whether a file is read where it is needed, and not as a whole first."""
+        return self.at_offsets or (self.at_offsets_with_keys and selection.keys is not None)
+
+    def open(self, path: Path, selection: Selection, memory: DecodingMemory, dtype: str | None = None) -> BaseReader:
+        """A reader of that file or directory."""
+        kind: Any = self.reader
+        if isinstance(kind, str):
+            module, _, name = kind.partition(":")
+            # The lock of lazy_import is for our own modules: see there.
+            kind = getattr(lazy_import(module) if module.startswith("legroom.") else import_module(module), name)
+        reader: BaseReader = kind(path, selection, dtype) if self.takes_dtype else kind(path, selection)
+        reader.memory = memory
+        return reader

@@ -13,12 +13,11 @@ thread waits or is refused. Fewer arenas (mallopt) would be a setting of the who
 from __future__ import annotations
 
 import mmap
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 
 from legroom.errors import NoRoom
 from legroom.messages import say
-from legroom.system.processes_and_threads import malloc_trim
+from legroom.system.processes_and_threads import release_freed_memory
 from legroom.units import format_size
 
 _LARGE = 16 << 20  # bytes: free memory is measured again before that much is taken
@@ -44,16 +43,16 @@ class Allowed:
     fix: tuple[str, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class DecodingMemory:
     """The memory of one load; ``measure`` returns what is free now (None: no limit)."""
 
-    def __init__(self, measure: Callable[[], Allowed] | None = None) -> None:
-        self.measure = measure
-        self._changed = threading.Condition()
-        self._in_use = 0  # taken by threads that give it back without waiting for others
-        self._kept: dict[int, int] = {}  # per thread: bytes it has freed and its arena may still hold
-        self._limit: Allowed | None = None  # for everything in use
-        self._measured = 0.0
+    measure: Callable[[], Allowed] | None = None
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _in_use: int = 0  # taken by threads that give it back without waiting for others
+    _kept: dict[int, int] = field(default_factory=dict)  # per thread: bytes freed that its arena may still hold
+    _limit: Allowed | None = None  # for everything in use
+    _measured: float = 0.0
 
     @contextmanager
     def take(self, nbytes: int, what: str) -> Iterator[None]:
@@ -145,11 +144,3 @@ class DecodingMemory:
 
 
 UNLIMITED = DecodingMemory()
-
-
-def release_freed_memory() -> None:
-    """Return freed memory to the system: allocators keep it, and it counts as used."""
-    malloc_trim()
-    arrow = sys.modules.get("pyarrow")
-    if arrow is not None:
-        arrow.default_memory_pool().release_unused()

@@ -14,13 +14,12 @@ from itertools import islice
 from pathlib import Path
 
 from legroom.errors import FormatPluginFailed, UnknownFormat, UnreadableSource, UsageError
-from legroom.formats.base_reader import BaseReader, Selection
+from legroom.formats.base_reader import BaseReader, Candidate, Format, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
-from legroom.formats.format_registry import Candidate, Format, PluginFormat, find_plugin
+from legroom.formats.format_registry import PluginFormat, find_plugin
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC
-from legroom.formats.tar_headers import is_tar
 from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -85,6 +84,12 @@ def _has_member(*endings: str) -> Callable[[Candidate], bool]:
     return lambda one: any(name.endswith(endings) for name in one.members)
 
 
+def _is_tar(one: Candidate) -> bool:
+    """Archives of Unix version 7 have no magic number: what all have is a checksum in octal digits."""
+    digits = one.head[148:156].strip(b" \0")
+    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_headers").is_tar(one.file))
+
+
 def _is_arrow_stream(one: Candidate) -> bool:
     """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message."""
     length = int.from_bytes(one.head[4:8], "little")
@@ -133,7 +138,7 @@ FORMATS = (
         "webdataset",
         "legroom.formats.tar_reader:TarReader",
         phrase("WebDataset tar"),
-        recognizes=lambda one: is_tar(one.file),
+        recognizes=_is_tar,
         endings=(".tar",),
     ),
     Format("mds", "legroom.formats.mds_reader:MdsReader", "MosaicML MDS", recognizes_directory=_contains(MDS_FILE)),

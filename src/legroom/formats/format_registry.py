@@ -1,8 +1,7 @@
-"""What a format is to Legroom: one record each, for our own readers and for those that other packages add.
+"""Formats that other packages add, each by an entry point of the group ``legroom.formats`` that leads to a Format.
 
-Our own records are in detect.py. A package adds one by an entry point of the group ``legroom.formats`` that leads to a
-Format. These are looked up only for a file that none of our own formats recognizes. A reader of another package is
-checked and its errors are translated by PluginReader, so that the rest of Legroom need not know whose reader it has.
+They are looked up only for a file that none of our own formats recognizes. A reader of another package is checked and
+its errors are translated by PluginReader, so that the rest of Legroom need not know whose reader it has.
 """
 
 from __future__ import annotations
@@ -11,93 +10,31 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from legroom.errors import FormatPluginFailed, LegroomError
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.data_file import SourceFile, unreadable
+from legroom.formats.base_reader import (
+    ArraySpec,
+    BaseReader,
+    Candidate,
+    Description,
+    Extent,
+    Format,
+    Selection,
+    Slab,
+    TableSpec,
+)
+from legroom.formats.data_file import unreadable
 from legroom.formats.decoding_memory import DecodingMemory
 from legroom.formats.fill_arrays import Progress
-from legroom.formats.npy_reader import member_infos
 from legroom.messages import say
-from legroom.system.lazy_and_optional_imports import import_lock, lazy_import, package_version
+from legroom.system.lazy_and_optional_imports import import_lock, package_version
 from legroom.version import VERSION
 
 GROUP = "legroom.formats"  # of entry points
-_HEAD = 512
-_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
-
-
-class Candidate:
-    """A file whose format is to be recognized. It is not empty."""
-
-    def __init__(self, file: SourceFile, dtype: str | None = None) -> None:
-        self.file = file
-        self.dtype = dtype  # that the caller gave
-        self.path = file.path
-        self.size = file.size
-        self.head = file.read_at(0, min(_HEAD, file.size))  # its first 512 bytes
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Read exactly ``count`` bytes from ``offset``."""
-        return self.file.read_at(offset, count)
-
-    @cached_property
-    def members(self) -> frozenset[str]:
-        """The names in a zip archive; of any other file none."""
-        if not self.head.startswith(_ZIP):
-            return frozenset()
-        return frozenset(info.filename for info in member_infos(self.file))
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How the files of one format are recognized and read.
-
-    Attributes:
-        name: As ``Description.format`` and `legroom cache list` show it.
-        reader: A subclass of BaseReader, or where it is: ``"package.module:Class"``, imported for the first such file.
-        title: As error messages show it; the name by default. Ours are translated.
-        recognizes: Whether a file has this format, by its bytes. Reads little, and nothing that depends on its name.
-        recognizes_directory: Whether a directory has this format. Lists nothing: it may be large.
-        directory_files: The files of such a directory that hold its data, in any order. Without it, everything below
-            the directory is part of the data, and an added file makes it another dataset.
-        at_offsets: It reads through SourceFile at offsets alone, so also while the file is being downloaded.
-        at_offsets_with_keys: The same, if keys are selected.
-        takes_dtype: Its reader has a third argument: the type of tokens that the caller gave, or None.
-        endings: Of file names, to suggest a pattern for a directory of such files.
-    """
-
-    name: str
-    reader: str | type[BaseReader]
-    title: str = ""
-    recognizes: Callable[[Candidate], bool] | None = None
-    recognizes_directory: Callable[[Path], bool] | None = None
-    directory_files: Callable[[Path], Sequence[Path]] | None = None
-    at_offsets: bool = False
-    at_offsets_with_keys: bool = False
-    takes_dtype: bool = False
-    endings: tuple[str, ...] = ()
-
-    def reads_at_offsets(self, selection: Selection) -> bool:
-        """Whether a file is read where it is needed, and not as a whole first."""
-        return self.at_offsets or (self.at_offsets_with_keys and selection.keys is not None)
-
-    def open(self, path: Path, selection: Selection, memory: DecodingMemory, dtype: str | None = None) -> BaseReader:
-        """A reader of that file or directory."""
-        kind: Any = self.reader
-        if isinstance(kind, str):
-            module, _, name = kind.partition(":")
-            # The lock of lazy_import is for our own modules: see there.
-            kind = getattr(lazy_import(module) if module.startswith("legroom.") else import_module(module), name)
-        reader: BaseReader = kind(path, selection, dtype) if self.takes_dtype else kind(path, selection)
-        reader.memory = memory
-        return reader
 
 
 @dataclass(frozen=True, slots=True)

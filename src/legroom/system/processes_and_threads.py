@@ -265,3 +265,11 @@ def malloc_trim() -> None:
     trim = getattr(libc(), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it, musl has not
     if trim is not None:
         trim(0)
+
+
+def release_freed_memory() -> None:
+    """The same for Arrow's allocator too."""
+    malloc_trim()
+    arrow = sys.modules.get("pyarrow")
+    if arrow is not None:
+        arrow.default_memory_pool().release_unused()
