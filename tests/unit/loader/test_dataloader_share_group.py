@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ import share_data
 from share_data import Noise, Trainers, reference, workers_of
 
 from legroom.errors import BudgetTooSmall, ShareMismatch
+from legroom.loader.dataloader.memory_slots import Slot
+from legroom.loader.dataloader.sharing.batches_kept_for_trainers import Entry
 from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
+from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -342,3 +347,56 @@ def test_random_kills_change_no_batch_of_any_trainer(
     group.wait_for(lambda: not group.producers())
     held = [name for pid, _ in share_data.commands() for name in share_data.slots_of(pid, str(group.folder))]
     assert not held, held
+
+
+class Sent:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Any, ...]] = []
+
+    def send(self, *message: Any, fds: Any = ()) -> bool:
+        self.messages.append((*message, [os.dup(fd) for fd in fds]))
+        return True
+
+
+def test_a_slot_that_its_worker_released_stays_mapped_until_the_producer_says_so() -> None:
+    """A worker ends, and releases its slots, before the slower trainers have the last batch in them."""
+    slot, other = (Slot.make(1 << 12, 1) for _ in range(2))
+    slots = PrivateSlots(Sent())  # type: ignore[arg-type]
+    slots.add(slot.id, os.dup(slot.fd or 0))
+    body = pickle.dumps(([(0, 4)], pickle.dumps("batch"), None))
+    assert slots.open(1, slot.id, body, copy=True).batch == "batch"
+    slot.release()
+    slots.add(other.id, os.dup(other.fd or 0))
+    assert slots.open(2, slot.id, body, copy=True).batch == "batch"
+    slots.forget([slot.id])
+    with pytest.raises(KeyError):
+        slots.open(3, slot.id, body, copy=True)
+
+
+def test_a_trainer_forgets_slots_that_no_batch_can_use() -> None:
+    trainer = Trainer(Sent(), 1)  # type: ignore[arg-type]
+    producer = Producer.__new__(Producer)
+    producer.trainers = {1: trainer}
+
+    def send(slot: Slot) -> None:
+        made = Made(end=True)
+        made.end, made.slot, made.body = False, SimpleNamespace(slot=slot), b"body"
+        assert producer._send_batch(1, Entry((0, 0), 0, made, 7))
+
+    first, second = (Slot.make(1 << 12, 1) for _ in range(2))
+    gone = first.id
+    for slot in (first, second, first):
+        send(slot)
+    first.release()
+    send(first)  # the batch in it was made before
+    kinds = [message[0] for message in trainer.connection.messages]  # type: ignore[attr-defined]
+    assert kinds == ["batch"] * 4 and set(trainer.slots) == {first.id, second.id}
+    del first, slot
+    send(Slot.make(1 << 12, 1))
+    assert trainer.connection.messages[4][:2] == ("forget", [gone])  # type: ignore[attr-defined]
+    assert gone not in trainer.slots and second.id in trainer.slots
+    for message in trainer.connection.messages:  # type: ignore[attr-defined]
+        for fd in message[-1]:
+            os.close(fd)
