@@ -95,8 +95,12 @@ def _peers(path: Path, checkpoint: Path | None) -> dict[str, Peer]:
     found = {"safetensors load_file": Peer("safetensors", partial(weights_peers.safetensors, path, device))}
     if checkpoint is not None:
         found["torch.load(mmap=True).to('cuda')"] = Peer("torch", partial(weights_peers.torch_load, checkpoint, device))
-    for package in (weights_peers.fastsafetensors, weights_peers.runai_model_streamer):
-        found[package.__name__.replace("_", "-")] = Peer(package.__name__, partial(package, path, device))
+    found["fastsafetensors"] = Peer(
+        "fastsafetensors", partial(weights_peers.fastsafetensors, path, device), "reads without O_DIRECT"
+    )
+    found["runai-model-streamer"] = Peer(
+        "runai_model_streamer", partial(weights_peers.runai_model_streamer, path, device)
+    )
     return found
 
 
@@ -118,11 +122,10 @@ def _seconds_to_compare(load: Callable[[], Tensors], expected: Tensors) -> float
 
 def _row(name: str, peer: Peer, best: dict[str, float]) -> Row:
     if peer.failed:
-        return Row(f"{OURS} : {name}", None, "×", note=peer.failed)
+        return Row(f"{OURS} : {name}", None, "", note=peer.failed)
     target = 5.0 if name == "safetensors load_file" else None
-    return Row(
-        f"{OURS} : {name}", best[OURS] / best[name], "×", target, at_least=True, note=f"{best[name] / 1e9:.1f} GB/s"
-    )
+    note = ", ".join(filter(None, [f"{best[name] / 1e9:.1f} GB/s", peer.setting]))
+    return Row(f"{OURS} : {name}", best[OURS] / best[name], "×", target, at_least=True, note=note)
 
 
 def attach(path: str) -> None:

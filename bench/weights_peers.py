@@ -24,6 +24,7 @@ class Peer:
 
     package: str  # what is imported
     load: Callable[[], Tensors]
+    setting: str = ""  # where it is not the default
     failed: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -70,10 +71,10 @@ def torch_load(path: Path, device: str) -> Tensors:
 
 
 def fastsafetensors(path: Path, device: str) -> Tensors:
-    """Without GPUDirect Storage, and without O_DIRECT, its default on local disks: both read past the page cache."""
+    """Without GPUDirect Storage and O_DIRECT, its defaults for local disks: they do not read from the page cache."""
     from fastsafetensors import fastsafe_open
 
-    os.environ.setdefault("FASTSAFETENSORS_ODIRECT", "0")
+    os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
     with fastsafe_open(os.fspath(path), device=device, nogds=True) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
 
