@@ -35,10 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Weights to a GPU, side by side.")
     parser.add_argument("--gb", type=float, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds, after which no further round begins")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds after the start, when no further round begins"
+    )
     parser.add_argument("--no-checkpoint", action="store_true", help="leave out torch.load")
     parser.add_argument("--attach", default="")
     asked = parser.parse_args()
+    start = time.perf_counter()
     if asked.attach:
         attach(asked.attach)
         return
@@ -51,8 +54,11 @@ def main() -> None:
         legroom.weights(path)
         phases: list[dict[str, float]] = []
         _compare(partial(_ours, path, []), peers, path)
-        contenders = {name: partial(peer.attempt, _rate(size, peer.load)) for name, peer in peers.items()}
-        speeds = alternate({**contenders, OURS: _rate(size, partial(_ours, path, phases))}, asked.rounds, asked.limit)
+        contenders: dict[str, Callable[[], float]] = {
+            name: partial(peer.attempt, _rate(size, peer.load)) for name, peer in peers.items()
+        }
+        contenders[OURS] = _rate(size, partial(_ours, path, phases))
+        speeds = alternate(contenders, asked.rounds, start + asked.limit - time.perf_counter())
         print(
             f"{size / 1e9:.1f} GB:",
             {name: [f"{rate / 1e9:.1f} GB/s" for rate in found] for name, found in speeds.items()},
