@@ -10,6 +10,7 @@ this also runs in interpreters that have a peer installed and nothing of ours.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -36,7 +37,7 @@ class Row:
     """One figure, with the target it is held against."""
 
     what: str
-    value: float
+    value: float | None  # None where there is none; the note says why
     unit: str
     target: float | None = None
     at_least: bool = False  # the target is a floor; else it is a ceiling
@@ -44,7 +45,7 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        if self.target is None:
+        if self.target is None or self.value is None:
             return None
         return self.value >= self.target if self.at_least else self.value <= self.target
 
@@ -58,10 +59,18 @@ def timed(work: Callable[[], object]) -> float:
     return seconds
 
 
-def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every contender's figures, one a round; each measures itself, so that preparing is not counted."""
+def alternate(
+    contenders: Mapping[str, Callable[[], float]], rounds: int, limit: float = math.inf
+) -> dict[str, list[float]]:
+    """Every contender's figures, one a round; each measures itself, so that preparing is not counted.
+
+    No round begins after ``limit`` seconds, except the first.
+    """
     figures: dict[str, list[float]] = {name: [] for name in contenders}
+    start = time.perf_counter()
     for number in range(rounds):
+        if number and time.perf_counter() - start > limit:
+            break
         names = list(contenders)
         # Nobody always comes after the same neighbour.
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -152,13 +161,13 @@ def in_words(where: Mapping[str, Any]) -> str:
     return line
 
 
-def gpu_machine() -> dict[str, Any]:
+def gpu_machine(*packages: str) -> dict[str, Any]:
     """The machine and its GPU, which are printed; ends the program where there is none."""
     import torch
 
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA here: nothing to measure")
-    where = {**machine("torch", "numpy"), "gpu": torch.cuda.get_device_name()}
+    where = {**machine("torch", "numpy", *packages), "gpu": torch.cuda.get_device_name()}
     print(in_words(where), where["gpu"], sep="\n", flush=True)
     return where
 
@@ -169,7 +178,8 @@ def show(rows: Sequence[Row]) -> str:
     for row in rows:
         bound = "" if row.target is None else f"{'≥' if row.at_least else '≤'} {row.target:g}"
         verdict = {None: "", True: "holds", False: "MISSED"}[row.holds]
-        cells.append((row.what, number(row.value), row.unit, bound, verdict, row.note))
+        value = "" if row.value is None else number(row.value)
+        cells.append((row.what, value, row.unit, bound, verdict, row.note))
     return table(("", "measured", "", "target", "", ""), cells, right=(1,))
 
 

@@ -1,6 +1,6 @@
 """One LoRA fine-tune on a frozen base model of which all processes use one copy.
 
-    python finetune.py base.safetensors --task 1 [--device cuda] [--own]
+    python finetune.py base.safetensors --task 1 [--device cuda] [--own] [--peft]
 
 It loads the base, prints a line of JSON, waits for a line on its input, trains, and prints the losses as JSON.
 """
@@ -12,7 +12,7 @@ import json
 import sys
 
 import torch
-from model import Transformer, add_lora
+from model import Transformer, add_lora, add_peft_lora
 from torch.nn import functional
 
 import legroom
@@ -47,12 +47,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--own", action="store_true", help="a copy of its own on the GPU, for comparison")
+    parser.add_argument("--peft", action="store_true", help="adapters of PEFT, which must be installed")
     asked = parser.parse_args()
     if asked.device == "cpu":
         torch.set_num_threads(1)  # several fine-tunes run side by side
     torch.manual_seed(asked.task)
     model, why = load_base(asked.base, asked.device, shared=not asked.own)
-    trained = add_lora(model, asked.rank)
+    trained = (add_peft_lora if asked.peft else add_lora)(model, asked.rank)
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     own = torch.cuda.memory_allocated() if asked.device != "cpu" else 0
     print(json.dumps({"why": why, "allocated": own, "trained": sum(one.numel() for one in trained)}), flush=True)

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer, and LoRA adapters for its linear layers."""
+"""A small decoder-only transformer, and LoRA adapters for its linear layers: written out, or those of PEFT."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(model: nn.Module, rank: int, names: tuple[str, ...] = ("query", "value")) -> list[nn.Parameter]:
-    """Freeze the model and give the layers of these names an adapter; returns what is trained."""
+    """Freeze the model and give the layers of these names an adapter; returns the parameters to train."""
     model.requires_grad_(False)
     trained: list[nn.Parameter] = []
     for module in list(model.modules()):
@@ -74,3 +74,11 @@ def add_lora(model: nn.Module, rank: int, names: tuple[str, ...] = ("query", "va
                 setattr(module, name, adapter)
                 trained += [adapter.a, adapter.b]
     return trained
+
+
+def add_peft_lora(model: nn.Module, rank: int, names: tuple[str, ...] = ("query", "value")) -> list[nn.Parameter]:
+    """The same with PEFT. It replaces the layers inside ``model``, and freezes everything but the adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=16, target_modules=list(names)))
+    return [parameter for parameter in adapted.parameters() if parameter.requires_grad]

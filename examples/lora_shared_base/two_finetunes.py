@@ -1,8 +1,8 @@
 """Two LoRA fine-tunes of one base model: one after the other with a copy each, then together on one copy.
 
-    python two_finetunes.py [--device cuda] [--width 1024] [--layers 8] [--steps 30]
+    python two_finetunes.py [--device cuda] [--width 1024] [--layers 8] [--steps 30] [--peft]
 
-The losses are the same. On a GPU the base is there once, whoever made the copy.
+The losses are the same. On a GPU there is one copy of the base, whichever process made it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 def start(base: Path, task: int, asked: argparse.Namespace, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "finetune.py"), str(base), "--task", str(task), "--device", asked.device]
-    command += ["--steps", str(asked.steps), *flags]
+    command += ["--steps", str(asked.steps), *(["--peft"] if asked.peft else []), *flags]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--peft", action="store_true", help="adapters of PEFT, which must be installed")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base.pt"

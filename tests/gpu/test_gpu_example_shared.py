@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 def stores(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment whose stores are empty and go at the end."""
     memory = tempfile.mkdtemp(prefix="legroom-test-", dir="/dev/shm")
-    yield {**os.environ, "PYTHONPATH": str(ROOT / "src"), "LEGROOM_SHM": memory, "LEGROOM_DIR": str(tmp_path / "disk")}
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    yield {**os.environ, "PYTHONPATH": paths, "LEGROOM_SHM": memory, "LEGROOM_DIR": str(tmp_path / "disk")}
     shutil.rmtree(memory)
 
 
@@ -52,8 +53,11 @@ def test_experiments_share_data_and_gpu(stores: dict[str, str], tmp_path: Path) 
     assert "with one copy of" in told
 
 
-def test_two_lora_fine_tunes_share_one_base(stores: dict[str, str], tmp_path: Path) -> None:
-    said = run("lora_shared_base/two_finetunes.py", "--steps", 20, cwd=tmp_path, environment=stores)
+@pytest.mark.parametrize("flags", [(), ("--peft",)], ids=["own adapters", "PEFT"])
+def test_two_lora_fine_tunes_share_one_base(stores: dict[str, str], tmp_path: Path, flags: tuple[str, ...]) -> None:
+    if flags:
+        pytest.importorskip("peft")
+    said = run("lora_shared_base/two_finetunes.py", "--steps", 20, *flags, cwd=tmp_path, environment=stores)
     print(said)
     size = float(re.search(r"base (\d+) MB", said)[1])  # type: ignore[index]
     apart = float(re.search(r"apart: (\d+) MB", said)[1])  # type: ignore[index]
