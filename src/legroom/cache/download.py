@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from legroom.cache import mmap_and_crc32
-from legroom.cache.mmap_and_crc32 import read_at, write_all
+from legroom.cache import mmap_huge_pages_crc32
+from legroom.cache.mmap_huge_pages_crc32 import read_at, write_all
 from legroom.errors import LegroomError, RemoteError
 from legroom.remote.object_store import ATTEMPTS, CONNECTIONS, BufferSink, RemoteObject
 from legroom.remote.object_url import ObjectUrl
@@ -144,9 +144,9 @@ class Download:
         read_at(self._file, head, start)
         rest = range(first + 1, len(self._state))
         sizes = (min(PIECE, self.size - number * PIECE) for number in rest)
-        return mmap_and_crc32.combined(
+        return mmap_huge_pages_crc32.combined(
             [
-                (mmap_and_crc32.crc32()(head), len(head)),
+                (mmap_huge_pages_crc32.crc32()(head), len(head)),
                 *((self._checksums[number], size) for number, size in zip(rest, sizes, strict=True)),
             ]
         )
@@ -402,7 +402,7 @@ class Download:
     def _compare(self, first: int, last: int) -> None:
         """Compare pieces of an earlier attempt with their checksums. Those that differ are fetched."""
         assert self.size is not None
-        crc = mmap_and_crc32.crc32()
+        crc = mmap_huge_pages_crc32.crc32()
         for number in range(first, last):
             start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
             buffer = memoryview(bytearray(end - start))
@@ -414,7 +414,7 @@ class Download:
     def _compare_all(self) -> None:
         """Compare the pieces of an earlier attempt. Those that differ are missing."""
         assert self.size is not None
-        crc = mmap_and_crc32.crc32()
+        crc = mmap_huge_pages_crc32.crc32()
         for number, checksum in self._checksums.items():
             start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
             buffer = memoryview(bytearray(end - start))
@@ -424,7 +424,7 @@ class Download:
 
     def _write(self, number: int, data: memoryview) -> None:
         write_all(self._file, data, number * PIECE)
-        self._checksums[number] = crc = mmap_and_crc32.crc32()(data)
+        self._checksums[number] = crc = mmap_huge_pages_crc32.crc32()(data)
         head = struct.pack("<QI", number, crc)
         os.write(self._journal, head + struct.pack("<I", zlib.crc32(head)))  # after the data, in one call
 

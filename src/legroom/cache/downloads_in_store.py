@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from legroom.cache import capacity, eviction, locks
-from legroom.cache.build_plan import SourceLayout
 from legroom.cache.download import Download, first_problem
 from legroom.cache.file_stamps import StampedFile
 from legroom.cache.locks import Lock
+from legroom.cache.plan_entry_files import SourceLayout
 from legroom.cache.source_identity import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import BUILDING, DOWNLOAD, LOCK, WORK, Store, Stores, open_stores, step, store_lock

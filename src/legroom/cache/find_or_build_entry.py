@@ -29,7 +29,7 @@ from legroom.cache.lease_and_map_entry import (
     read_manifest,
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
-from legroom.cache.mmap_and_crc32 import Prefault
+from legroom.cache.mmap_huge_pages_crc32 import Prefault
 from legroom.cache.source_identity import Source, shard_names
 from legroom.cache.store_directories import (
     Store,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
-from legroom.cache.mmap_and_crc32 import read_at, write_back
+from legroom.cache.mmap_huge_pages_crc32 import read_at, write_back
 from legroom.errors import (
     MissingPackage,
     NoSuchObject,
