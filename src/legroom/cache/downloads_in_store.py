@@ -37,7 +37,7 @@ from legroom.errors import (
     UnknownFormat,
     UnsupportedData,
 )
-from legroom.formats.data_file import arriving
+from legroom.formats.file_reads_and_errors import arriving
 from legroom.messages import say
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp

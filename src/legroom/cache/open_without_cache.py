@@ -21,8 +21,8 @@ from legroom.cache.source_identity import source_changed_error, source_gone_erro
 from legroom.cache.write_entry_files import check_source_checksum
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
-from legroom.formats.data_file import arriving, unreadable
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import arriving, unreadable
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records import Entry

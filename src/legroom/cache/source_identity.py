@@ -32,7 +32,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.base_reader import BaseReader, Description, Lookup
-from legroom.formats.data_file import arriving_bytes, changed_while_read, unreadable, wait_for_some
+from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import say
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp
