@@ -25,10 +25,11 @@ from pathlib import Path
 from legroom.cache import mmap_huge_pages_crc32
 from legroom.cache.mmap_huge_pages_crc32 import read_at, write_all
 from legroom.errors import LegroomError, RemoteError
-from legroom.remote.object_store import ATTEMPTS, CONNECTIONS, BufferSink, RemoteObject
+from legroom.remote.object_store import CONNECTIONS, BufferSink, RemoteObject
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp
-from legroom.remote.remote_errors import is_transient, short_read
+from legroom.remote.remote_errors import short_read
+from legroom.remote.request_retries import ATTEMPTS, is_transient
 from legroom.system.processes_and_threads import lower_thread_priority, start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
