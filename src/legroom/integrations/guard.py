@@ -24,7 +24,7 @@ from legroom.errors import LegroomError
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.integrations.checkpoint_schedule import HORIZON, CheckpointSchedule, disk_full
 from legroom.loader.rank_sampler import process_group, rank_and_world
-from legroom.loader.tune.tuning import tune
+from legroom.loader.tune.legroom_tune import tune
 from legroom.messages import say
 from legroom.monitor.watch_in_script import Watch, watch
 from legroom.probe.gpu_devices import gpu_pools, gpus

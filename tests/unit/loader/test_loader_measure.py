@@ -23,7 +23,7 @@ from legroom.loader.measure import dataloader_trial, memory_guard, run_under_mem
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import contents_of
 from legroom.loader.measure.measure_dataset_in_child import measure_dataset
-from legroom.loader.tune.tuning import key_of
+from legroom.loader.tune.legroom_tune import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
