@@ -11,7 +11,7 @@ from typing import Any
 def use_forks(setattr: Callable[[Any, str, Any], None]) -> None:
     """Replace what starts a new process, by the given function."""
     from legroom.loader.measure import dataloader_trial, measure_dataset_in_child, start_dataloader_trial
-    from legroom.loader.measure.run_under_memory_guard import GuardedRun, fork_guarded
+    from legroom.loader.measure.start_memory_guard import GuardedRun, fork_guarded
 
     mains = {child.__name__: child.main for child in (measure_dataset_in_child, dataloader_trial)}
 

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from legroom.loader.check_memory_fits import check
     from legroom.loader.dataloader.collate import collate
     from legroom.loader.dataloader.dataloader import DataLoader
-    from legroom.loader.plan_machine_size import plan
+    from legroom.loader.legroom_plan import plan
     from legroom.loader.shared_model_weights import weights
     from legroom.loader.stream.stream_dataset import stream
-    from legroom.loader.tune.tuning import tune
+    from legroom.loader.tune.legroom_tune import tune
     from legroom.monitor.watch_in_script import watch
     from legroom.probe.available_memory import available
     from legroom.probe.snapshot import snapshot
@@ -88,7 +88,7 @@ _HOMES = {
     "DataLoader": "legroom.loader.dataloader.dataloader",
     "collate": "legroom.loader.dataloader.collate",
     "check": "legroom.loader.check_memory_fits",
-    "plan": "legroom.loader.plan_machine_size",
+    "plan": "legroom.loader.legroom_plan",
     "available": "legroom.probe.available_memory",
     "freeze": "legroom.cache.freeze_list_or_dict",
     "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
@@ -100,7 +100,7 @@ _HOMES = {
     "snapshot": "legroom.probe.snapshot",
     "step": "legroom.system.step_callbacks",
     "stream": "legroom.loader.stream.stream_dataset",
-    "tune": "legroom.loader.tune.tuning",
+    "tune": "legroom.loader.tune.legroom_tune",
     "watch": "legroom.monitor.watch_in_script",
     "weights": "legroom.loader.shared_model_weights",
 }

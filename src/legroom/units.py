@@ -1,8 +1,8 @@
-"""Read and print sizes (``64m``, ``64MB``, ``1.5GiB``, ``8G``) and durations (``7d``, ``1h30m``, ``500ms``).
+"""Read and print sizes (``64m``, ``1.5GiB``) and durations (``7d``, ``1h30m``); read counts of parameters (``1.5B``).
 
-As in docker, every unit is a power of 1024 whether it is written ``M``, ``MB`` or ``MiB``.
+As in docker, every unit of a size is a power of 1024 whether it is written ``M``, ``MB`` or ``MiB``.
 ``docker --shm-size=64m``, ``df -h``, ``free -h`` and ``mount -o size=64m`` all mean the same 67108864,
-so a number printed here can be pasted there (docs/decisions/0003-units.md).
+so a number printed here can be pasted there (docs/decisions/0003-units.md). Counts are decimal, as model names are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import re
 from fractions import Fraction
 from math import ceil
 
-from legroom.errors import BadDuration, BadSize
+from legroom.errors import BadDuration, BadSize, UsageError
 from legroom.messages import say
 
 _UNITS = "BKMGTPE"
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?:([kmgtpe])(?:i?b)?|(b|bytes?))?\s*", re.I | re.A)
+_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", re.I | re.A)
+_POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # of ten
 _PART = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.I | re.A)
 _SECONDS: dict[str, int | Fraction] = {
     "ms": Fraction(1, 1000), "s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60,
@@ -78,6 +80,15 @@ def exact_size(count: int) -> str:
         count //= 1024
         power += 1
     return f"{count}{_UNITS[power] if power else ''}"
+
+
+def parse_count(text: str) -> int:
+    """Read a number of parameters: ``125M``, ``1.5B``. Powers of 1000, unlike sizes."""
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise UsageError(say("{value!r} is not a number of parameters; write it as 125M or 1.5B", value=text))
+    number, unit = match.groups()
+    return int(Fraction(number) * 10 ** _POWERS[unit.lower()])
 
 
 def parse_duration(text: str | float) -> float:

@@ -112,7 +112,7 @@ def _trial_guard(group: rigs.Cgroup) -> int | None:
             lines[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
     if not any(b"legroom.loader.measure.dataloader_trial" in line for line in lines.values()):
         return None
-    return next((pid for pid, line in lines.items() if b"memory_guard.py" in line), None)
+    return next((pid for pid, line in lines.items() if b"memory_guard_script.py" in line), None)
 
 
 def _until(found: Callable[[], int | None], seconds: float) -> int:

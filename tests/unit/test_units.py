@@ -1,4 +1,4 @@
-"""Sizes and durations read as people write them and come back."""
+"""Sizes, counts and durations read as people write them and come back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.errors import BadDuration, BadSize
-from legroom.units import exact_size, format_duration, format_size, parse_duration, parse_size
+from legroom.errors import BadDuration, BadSize, UsageError
+from legroom.units import exact_size, format_duration, format_size, parse_count, parse_duration, parse_size
 
 MB, GB = 1 << 20, 1 << 30
 
@@ -41,6 +41,20 @@ def test_negative_numbers_are_refused() -> None:
             parse_size(bad)
         with pytest.raises(BadSize):
             exact_size(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("125M", 125 * 10**6), ("1.5B", 1_500_000_000), (" 7b ", 7 * 10**9), ("2t", 2 * 10**12), ("12", 12)],
+)
+def test_counts_of_parameters_are_decimal(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "-1", "1.5GB", "1e9"])
+def test_what_is_not_a_count_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a number of parameters"):
+        parse_count(text)
 
 
 @given(st.integers(0, 1 << 70))

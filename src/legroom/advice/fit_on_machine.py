@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from legroom.advice import remedies
-from legroom.advice.doctor_settings import PAGE
 from legroom.advice.job_description import Batch, Demand, workload_of
-from legroom.advice.memory_need import free_amount, need
+from legroom.advice.memory_need import PAGE, free_amount, need
 from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.records import Fit, Job, Machine, Need, Plan, Pool, Problem, Settings, ShmSizes

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from legroom.advice.doctor_settings import PAGE, batches_in_flight, semaphores
 from legroom.advice.job_description import Batch, Demand, loaders_of, workload_of
 from legroom.messages import counted, phrase, say
 from legroom.records import LoaderTrial, Machine, Need, PlannedLoader, Term, Workload
 from legroom.units import format_size
 
-_HEADER = 64  # before each tensor with the file_system strategy; counting it always costs at most a page
+PAGE = 4096
+TENSOR_HEADER = 64  # before each tensor with the file_system strategy; counting it always costs at most a page
+_QUEUE, _EVENT = 3, 5  # semaphores of a multiprocessing.Queue and of an Event
 _PAGE_TABLES = 512  # one entry of 8 bytes for each page of 4096
 _WORKER_FDS = 6  # both ends of its index queue, its sentinel, the sockets that send tensors
 _OWN_FDS = 32  # the interpreter, its libraries, standard streams, a log and a data file
@@ -24,7 +25,24 @@ _OWN_FDS = 32  # the interpreter, its libraries, standard streams, a log and a d
 
 def batch_pages(tensors: Iterable[int]) -> int:
     """Bytes that one batch takes in /dev/shm: whole pages for each tensor and its header."""
-    return sum(-(-(nbytes + _HEADER) // PAGE) * PAGE for nbytes in tensors)
+    return sum(-(-(nbytes + TENSOR_HEADER) // PAGE) * PAGE for nbytes in tensors)
+
+
+def batches_in_flight(workers: int, prefetch: int, *, again: bool = False) -> int:
+    """How many batches torch's DataLoader may keep in /dev/shm at once.
+
+    ``again``: workers restart every epoch. When they are forked, the loop variable still refers to the last batch of
+    the previous epoch; they inherit its mapping and keep it alive until their own epoch ends.
+    """
+    return workers * prefetch + 2 + again if workers else 0
+
+
+def semaphores(workers: int) -> int:
+    """Semaphores of one DataLoader: a queue per worker, one for the results, an event; each takes a page.
+
+    Counted twice, because those of two epochs can overlap.
+    """
+    return 2 * (_QUEUE * (workers + 1) + _EVENT) if workers else 0
 
 
 def flights(loader: PlannedLoader) -> int:

@@ -9,11 +9,11 @@ Open and find:
 
 Build:
     elect_builder_and_publish  one process builds, the others wait; publish the entry
-    build_plan                 which files to write, and where their bytes lie in the sources
+    plan_entry_files           which files to write, and where their bytes lie in the sources
     write_entry_files          hash, allocate, copy or decode in threads; progress
     download                   a remote object as a file that fills while it is read; resume
     downloads_in_store         downloads in a store: where they are, who works on them, their room
-    staging_directory          a builder's private directory: reserve, allocate (huge pages, NUMA), seal, publish
+    staging_directory          a builder's private directory: lock, reserve, allocate, seal, publish
 
 Frozen objects:
     freeze_list_or_dict          ``legroom.freeze``: find or build the entry of a list or dict of Python objects
@@ -25,7 +25,7 @@ Frozen objects:
 Stores and entries:
     store_directories       which directories are stores; open them; the store's lock; trash and leftovers
     locks                   flock between processes
-    mmap_and_crc32          read and write at an offset, CRC-32, mmap copy-on-write, prefault
+    mmap_huge_pages_crc32   mmap copy-on-write, prefault, huge pages, NUMA nodes; read and write at an offset, CRC-32
     capacity                how much still fits: file system, inodes, memory, cgroups, reservations
     manifest                what an entry holds: keys, manifest.json, .npy headers
     file_stamps             stamps of a file, and of all files below a directory

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from legroom.cache.mmap_and_crc32 import MappedFile, Prefault
+from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key
 from legroom.messages import joined, listed, phrase, say

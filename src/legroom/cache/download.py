@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from legroom.cache import mmap_and_crc32
-from legroom.cache.mmap_and_crc32 import read_at, write_all
+from legroom.cache import mmap_huge_pages_crc32
+from legroom.cache.mmap_huge_pages_crc32 import read_at, write_all
 from legroom.errors import LegroomError, RemoteError
-from legroom.remote.object_store import ATTEMPTS, CONNECTIONS, BufferSink, RemoteObject
+from legroom.remote.object_store import CONNECTIONS, BufferSink, RemoteObject
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp
-from legroom.remote.remote_errors import is_transient, short_read
+from legroom.remote.remote_errors import short_read
+from legroom.remote.request_retries import ATTEMPTS, is_transient
 from legroom.system.processes_and_threads import lower_thread_priority, start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
@@ -144,9 +145,9 @@ class Download:
         read_at(self._file, head, start)
         rest = range(first + 1, len(self._state))
         sizes = (min(PIECE, self.size - number * PIECE) for number in rest)
-        return mmap_and_crc32.combined(
+        return mmap_huge_pages_crc32.combined(
             [
-                (mmap_and_crc32.crc32()(head), len(head)),
+                (mmap_huge_pages_crc32.crc32()(head), len(head)),
                 *((self._checksums[number], size) for number, size in zip(rest, sizes, strict=True)),
             ]
         )
@@ -402,7 +403,7 @@ class Download:
     def _compare(self, first: int, last: int) -> None:
         """Compare pieces of an earlier attempt with their checksums. Those that differ are fetched."""
         assert self.size is not None
-        crc = mmap_and_crc32.crc32()
+        crc = mmap_huge_pages_crc32.crc32()
         for number in range(first, last):
             start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
             buffer = memoryview(bytearray(end - start))
@@ -414,7 +415,7 @@ class Download:
     def _compare_all(self) -> None:
         """Compare the pieces of an earlier attempt. Those that differ are missing."""
         assert self.size is not None
-        crc = mmap_and_crc32.crc32()
+        crc = mmap_huge_pages_crc32.crc32()
         for number, checksum in self._checksums.items():
             start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
             buffer = memoryview(bytearray(end - start))
@@ -424,7 +425,7 @@ class Download:
 
     def _write(self, number: int, data: memoryview) -> None:
         write_all(self._file, data, number * PIECE)
-        self._checksums[number] = crc = mmap_and_crc32.crc32()(data)
+        self._checksums[number] = crc = mmap_huge_pages_crc32.crc32()(data)
         head = struct.pack("<QI", number, crc)
         os.write(self._journal, head + struct.pack("<I", zlib.crc32(head)))  # after the data, in one call
 

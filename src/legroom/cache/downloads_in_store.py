@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from legroom.cache import capacity, eviction, locks
-from legroom.cache.build_plan import SourceLayout
 from legroom.cache.download import Download, first_problem
 from legroom.cache.file_stamps import StampedFile
 from legroom.cache.locks import Lock
+from legroom.cache.plan_entry_files import SourceLayout
 from legroom.cache.source_identity import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import BUILDING, DOWNLOAD, LOCK, WORK, Store, Stores, open_stores, step, store_lock
@@ -37,7 +37,7 @@ from legroom.errors import (
     UnknownFormat,
     UnsupportedData,
 )
-from legroom.formats.data_file import arriving
+from legroom.formats.file_reads_and_errors import arriving
 from legroom.messages import say
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp

@@ -21,7 +21,6 @@ from logging import DEBUG, WARNING
 from pathlib import Path
 
 from legroom.cache import capacity, downloads_in_store, locks, manifest, remembered_digests, source_identity
-from legroom.cache.build_plan import SourceLayout, plan_files
 from legroom.cache.file_stamps import StampedFolder
 from legroom.cache.find_or_build_entry import (
     OpenRequest,
@@ -36,6 +35,7 @@ from legroom.cache.find_or_build_entry import (
 from legroom.cache.lease_and_map_entry import Attached, EntryLease, attach, lease, map_entry
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
+from legroom.cache.plan_entry_files import SourceLayout, plan_files
 from legroom.cache.source_identity import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import (

@@ -29,7 +29,7 @@ from legroom.cache.lease_and_map_entry import (
     read_manifest,
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
-from legroom.cache.mmap_and_crc32 import Prefault
+from legroom.cache.mmap_huge_pages_crc32 import Prefault
 from legroom.cache.source_identity import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
@@ -45,7 +45,7 @@ from legroom.cache.store_directories import (
 )
 from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection, column_names
-from legroom.formats.data_file import absolute
+from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import

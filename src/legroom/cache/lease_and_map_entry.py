@@ -23,7 +23,7 @@ import numpy as np
 from legroom.cache import locks, manifest
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, Table, from_json
-from legroom.cache.mmap_and_crc32 import MappedFile
+from legroom.cache.mmap_huge_pages_crc32 import MappedFile
 from legroom.cache.store_directories import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
 from legroom.formats.base_reader import ArraySpec, TableSpec

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from legroom.cache import capacity, mmap_and_crc32, source_identity
+from legroom.cache import capacity, mmap_huge_pages_crc32, source_identity
 from legroom.cache.capacity import directory_bytes
 from legroom.cache.eviction import last_used, least_recent_first
 from legroom.cache.find_or_build_entry import source_paths
@@ -262,7 +262,7 @@ def _whole(folder: int, item: Array | Table) -> bool:
         return False
     try:
         start = len(item.header) if isinstance(item, Array) else 0
-        return mmap_and_crc32.hex_digits(mmap_and_crc32.file_crc32(fd, start)) == item.crc32
+        return mmap_huge_pages_crc32.hex_digits(mmap_huge_pages_crc32.file_crc32(fd, start)) == item.crc32
     finally:
         os.close(fd)
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import mmap_and_crc32
-from legroom.cache.build_plan import ArrayTarget, BuildPlan, plan_files
+from legroom.cache import mmap_huge_pages_crc32
 from legroom.cache.cached_arrays_and_tables import DataContents, ragged_of
 from legroom.cache.capacity import decoding_memory
 from legroom.cache.lease_and_map_entry import array_view, arrays_of, tables_of
-from legroom.cache.mmap_and_crc32 import MappedFile
+from legroom.cache.mmap_huge_pages_crc32 import MappedFile
+from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, plan_files
 from legroom.cache.source_identity import source_changed_error, source_gone_error
 from legroom.cache.write_entry_files import check_source_checksum
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
-from legroom.formats.data_file import arriving, unreadable
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import arriving, unreadable
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records import Entry
@@ -123,7 +123,7 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
         mapped = MappedFile(fd, length, offset=start)
         array = array_view(mapped, spec.shape, spec.dtype, extent.offset - start)
         if extent.checksum is not None:  # read once and compare, as numpy does
-            check_source_checksum(extent, spec.name, [(mmap_and_crc32.crc32()(bytes_of(array)), extent.nbytes)])
+            check_source_checksum(extent, spec.name, [(mmap_huge_pages_crc32.crc32()(bytes_of(array)), extent.nbytes)])
         return array
     except OSError as problem:
         raise unreadable(extent.path, problem) from problem

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
-from legroom.cache.mmap_and_crc32 import read_at, write_back
+from legroom.cache.mmap_huge_pages_crc32 import read_at, write_back
 from legroom.errors import (
     MissingPackage,
     NoSuchObject,
@@ -32,7 +32,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.base_reader import BaseReader, Description, Lookup
-from legroom.formats.data_file import arriving_bytes, changed_while_read, unreadable, wait_for_some
+from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import say
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from legroom.advice.doctor_settings import safe_settings
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
+from legroom.advice.safe_settings_for_doctor import safe_settings
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
 from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say

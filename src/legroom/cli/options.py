@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import click
@@ -13,7 +11,7 @@ from click.shell_completion import CompletionItem
 from legroom.advice.job_description import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
 from legroom.messages import say
-from legroom.units import parse_duration, parse_size
+from legroom.units import parse_count, parse_duration, parse_size
 
 
 class Measure(click.ParamType[Any]):
@@ -57,23 +55,16 @@ class EntryName(click.ParamType[str]):
         return [*keys, CompletionItem(incomplete, type="file")]
 
 
-_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", re.I | re.A)
-_POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
-
-
 class Count(click.ParamType[int]):
-    """A number of parameters: 125M, 1.5B. Decimal, unlike sizes."""
+    """A number of parameters: 125M, 1.5B."""
 
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = _COUNT.fullmatch(str(value))
-        if match is None:
-            self.fail(say("{value!r} is not a number of parameters; write it as 125M or 1.5B", value=value), param, ctx)
-        number, unit = match.groups()
-        return int(Fraction(number) * 10 ** _POWERS[unit.lower()])
+        try:
+            return value if isinstance(value, int) else parse_count(value)
+        except UsageError as problem:
+            self.fail(problem.what, param, ctx)
 
 
 COUNT = Count()

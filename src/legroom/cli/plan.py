@@ -84,7 +84,7 @@ def command(
     """
     if pids and not measure:
         raise click.UsageError(say("pass process ids after --measure"))
-    from legroom.loader.plan_machine_size import plan
+    from legroom.loader.legroom_plan import plan
     from legroom.probe.host_files_and_syscalls import Host
 
     found = plan(

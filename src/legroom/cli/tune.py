@@ -131,7 +131,7 @@ def command(
     Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if no settings fit.
     """
     from legroom.advice.deepspeed_config import Shape, zero_rows
-    from legroom.loader.tune import tuning
+    from legroom.loader.tune import legroom_tune
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.memory import memory, ram_pool
 
@@ -139,14 +139,14 @@ def command(
         raise click.UsageError(say("--zero and --offload need --emit deepspeed or --emit accelerate"))
     rows = () if params is None else zero_rows(Shape(params, ranks))
     if last:
-        found = tuning.last_named(spec)
+        found = legroom_tune.last_named(spec)
         if found is None:
             click.echo(say("no remembered settings for {spec} in this directory", spec=spec), err=True)
             return 1
     elif batch is None:
         raise click.UsageError(say("--batch is required: the batch size per rank"))
     else:
-        found = tuning.tune_named(
+        found = legroom_tune.tune_named(
             spec,
             batch_size=batch,
             effective_batch=effective_batch,

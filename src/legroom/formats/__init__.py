@@ -3,7 +3,7 @@
 base_reader          what a format and a reader are: records that describe a file, base class, Selection (keys=[...])
 detect               our own formats; open_source(): recognize one by the file's bytes and open the right reader
 format_registry      the formats that other packages add by an entry point
-data_file            a file read at offsets; errors for missing, unreadable, truncated and damaged files
+file_reads_and_errors  a file read at offsets; the errors for missing, unreadable, truncated and damaged files
 fill_arrays          fill the caller's arrays: threads, byte order
 decoding_memory      the memory that decoding may take at once: a chunk waits until it fits beside the others
 decompress_deflate   decompress deflate streams with the fastest library installed
@@ -18,7 +18,7 @@ tar_reader           WebDataset shards: the files of a tar archive, grouped into
 tar_headers          the regular files in a tar archive: names, positions, sizes
 mds_reader           MosaicML MDS directories
 mds_index            index.json of an MDS directory: shards, columns, encodings
-image_folder_reader  folders of images, one directory per class
+image_folder_reader  folders of images, one directory per class; train/ and val/ are not classes
 gather_byte_ranges   ragged bytes that lie in many ranges of a file, read in slabs
 folder_files         the files of a directory, opened by name and compared with their stamps
 zarr_reader          Zarr version 2 and 3
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         Slab,
         TableSpec,
     )
-    from legroom.formats.data_file import SourceFile, damaged
+    from legroom.formats.file_reads_and_errors import SourceFile, damaged
     from legroom.formats.fill_arrays import copy_raw
     from legroom.formats.table_reader import TableReader
 
@@ -67,11 +67,11 @@ _HOMES = {
     "Format": "base_reader",
     "Selection": "base_reader",
     "Slab": "base_reader",
-    "SourceFile": "data_file",
+    "SourceFile": "file_reads_and_errors",
     "TableReader": "table_reader",
     "TableSpec": "base_reader",
     "copy_raw": "fill_arrays",
-    "damaged": "data_file",
+    "damaged": "file_reads_and_errors",
 }
 __all__ = [
     "ArraySpec",

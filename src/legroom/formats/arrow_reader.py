@@ -18,7 +18,7 @@ from typing import Any
 
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Selection, TableSpec
-from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.table_reader import (
     FILE_OVERHEAD,
     TableReader,

@@ -30,8 +30,8 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import MissingKey, UnsupportedData, UsageError
-from legroom.formats.data_file import SourceFile
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.fill_arrays import PIECE, Array, Progress, no_progress
 from legroom.messages import listed, say, shown
 from legroom.system.lazy_and_optional_imports import lazy_import

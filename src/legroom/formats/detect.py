@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
 from legroom.errors import FormatPluginFailed, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import BaseReader, Candidate, Format, Selection
-from legroom.formats.data_file import SourceFile, damaged, unreadable
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
 from legroom.formats.format_registry import PluginFormat, find_plugin
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC
@@ -25,11 +25,7 @@ from legroom.system.lazy_and_optional_imports import lazy_import
 
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
 MDS_FILE = "index.json"
-IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
-_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
-_BESIDE_CLASSES = (".", "readme", "license")  # how names begin that may stand beside the directories of the classes
-_NAMES_READ = 10_000  # of a directory, to recognize it or to suggest a pattern
-_CLASSES_LOOKED_INTO = 3
+NAMES_READ = 10_000  # of a directory, to recognize it or to suggest a pattern
 _ZIP = b"PK\x03\x04", b"PK\x05\x06"
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gunzip -k"),
@@ -316,7 +312,7 @@ def directory_format(path: Path) -> Format | PluginFormat:
     ours = [known for known in FORMATS if known.recognizes_directory is not None and known.recognizes_directory(path)]
     if len(ours) > 1:
         why = say("it has the marks of several formats: {formats}", formats=listed(map(_shown, ours)))
-        raise _not_a_dataset(path, why, say("separate them"))
+        raise not_a_dataset(path, why, say("separate them"))
     if ours:
         return ours[0]
     problem: FormatPluginFailed | None = None
@@ -326,12 +322,12 @@ def directory_format(path: Path) -> Format | PluginFormat:
         plugin, problem = None, failed
     if plugin is not None:
         return plugin
-    names = _names(path)
+    names = names_in(path)
     data = {ending for one in FORMATS for ending in one.endings}
     found = Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in data)
     try:
         if not found and any(names.values()):
-            _require_classes(path, names)
+            lazy_import("legroom.formats.image_folder_reader").require_classes(path, names)
             return _IMAGE_FOLDER
         raise _unknown_directory(path, found)
     except UnreadableSource as refusal:
@@ -383,48 +379,18 @@ def _unknown_directory(path: Path, found: Counter[str]) -> UnreadableSource:
         fix = say("pass a file in it")
     known = (one for one in FORMATS if one.recognizes_directory is not None or one is _IMAGE_FOLDER)
     readable = listed(map(_shown, known))
-    return _not_a_dataset(path, say("it is a directory, but none of these: {formats}", formats=readable), fix)
+    return not_a_dataset(path, say("it is a directory, but none of these: {formats}", formats=readable), fix)
 
 
-def _require_classes(path: Path, names: Mapping[str, bool]) -> None:
-    """Refuse a directory that may not be one directory of images per class."""
-    classes = [name for name in sorted(names) if names[name]]
-    beside = [name for name in sorted(names) if not names[name]]
-    if all(name.lower() in _SPLITS for name in classes):
-        example = path / classes[0]
-        why = say("its subdirectories are splits, not classes: {names}", names=listed(classes))
-        raise _not_a_dataset(path, why, say("pass one of them: {example}", example=example))
-    if files := [name for name in beside if not name.lower().startswith(_BESIDE_CLASSES)]:
-        why = say("it has subdirectories and the file {name!r} beside them: it is unclear what to read", name=files[0])
-        raise _not_a_dataset(path, why, say("leave nothing but the directories of the classes in it"))
-    if not any(_has_image(path / name) for name in classes[:_CLASSES_LOOKED_INTO]):
-        why = say("it is a directory without data files, and its subdirectories have no images")
-        raise _not_a_dataset(
-            path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
-        )
-
-
-def _has_image(path: Path) -> bool:
-    """Whether one of the first names below a directory is that of an image."""
-    waiting, looked = [path], 0
-    while waiting and looked <= _NAMES_READ:
-        folder = waiting.pop()
-        names = _names(folder)
-        looked += 1 + len(names)
-        if any(name.lower().endswith(IMAGES) for name, is_folder in names.items() if not is_folder):
-            return True
-        waiting += [folder / name for name, is_folder in names.items() if is_folder]
-    return False
-
-
-def _not_a_dataset(path: Path, why: str, fix: str) -> UnreadableSource:
+def not_a_dataset(path: Path, why: str, fix: str) -> UnreadableSource:
+    """The error for a directory that no reader takes."""
     return UnreadableSource(say("cannot read {path}", path=path), why=why, fix=(fix,))
 
 
-def _names(path: Path) -> dict[str, bool]:
+def names_in(path: Path) -> dict[str, bool]:
     """The first names in a directory, and whether each is a directory."""
     try:
         with os.scandir(path) as found:
-            return {one.name: one.is_dir() for one in islice(found, _NAMES_READ)}
+            return {one.name: one.is_dir() for one in islice(found, NAMES_READ)}
     except OSError as problem:
         raise unreadable(path, problem) from problem

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.formats.data_file import SourceFile
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 PIECE = 8 << 20

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from legroom.formats.data_file import SourceFile, changed_while_read, unreadable
+from legroom.formats.file_reads_and_errors import SourceFile, changed_while_read, unreadable
 from legroom.formats.fill_arrays import Array
 
 _FIELDS = struct.Struct("=QQqqq")  # device, inode, size, times of change

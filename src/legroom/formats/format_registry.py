@@ -27,8 +27,8 @@ from legroom.formats.base_reader import (
     Slab,
     TableSpec,
 )
-from legroom.formats.data_file import unreadable
 from legroom.formats.decoding_memory import DecodingMemory
+from legroom.formats.file_reads_and_errors import unreadable
 from legroom.formats.fill_arrays import Progress
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import import_lock, package_version

@@ -22,7 +22,7 @@ from typing import Any
 
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Lookup
-from legroom.formats.data_file import absolute, damaged, require_regular
+from legroom.formats.file_reads_and_errors import absolute, damaged, require_regular
 from legroom.formats.hdf5_filters import memory_in_hdf5
 from legroom.formats.hdf5_open import hdf5_errors, open_hdf5
 from legroom.messages import say

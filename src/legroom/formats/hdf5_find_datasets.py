@@ -14,7 +14,7 @@ from typing import Any
 
 from legroom.errors import SourceChanged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Lookup, Selection
-from legroom.formats.data_file import absolute, damaged
+from legroom.formats.file_reads_and_errors import absolute, damaged
 from legroom.formats.hdf5_external_files import ExternalFiles, link_of
 from legroom.formats.hdf5_open import descriptor, hdf5_errors
 from legroom.messages import say

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, SourceChanged, UnreadableSource
-from legroom.formats.data_file import OwningStream, SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import OwningStream, SourceFile, damaged, unreadable
 from legroom.messages import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"

@@ -28,7 +28,7 @@ from legroom.formats.base_reader import (
     as_json,
     what_is_read,
 )
-from legroom.formats.data_file import SourceFile, absolute
+from legroom.formats.file_reads_and_errors import SourceFile, absolute
 from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
 from legroom.formats.hdf5_external_files import ExternalFiles

@@ -31,7 +31,7 @@ from legroom.formats.base_reader import (
     column_names,
     what_is_read,
 )
-from legroom.formats.data_file import SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
 from legroom.formats.fill_arrays import Progress
 from legroom.formats.table_reader import NAME, arrow_errors, every_type, write_ipc
 from legroom.messages import phrase, say

@@ -3,20 +3,22 @@
 ``image`` is the files' bytes as they are, ``label`` the number of the class in sorted order, ``path`` the file's path
 below the root. The order of the rows is ImageFolder's, so that row i is its sample i: classes sorted, in each class the
 directories sorted by their whole path, in each directory the files sorted. Links are followed.
+
+A directory whose subdirectories are splits (``train/``, ``val/``) or have no images is refused when it is recognized.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.detect import IMAGES
+from legroom.formats.detect import NAMES_READ, names_in, not_a_dataset
 from legroom.formats.fill_arrays import Array, Progress
 from legroom.formats.folder_files import (
     STAMP_BYTES,
@@ -35,13 +37,48 @@ from legroom.formats.gather_byte_ranges import (
     rows_between,
     slabs_of_rows,
 )
-from legroom.messages import say
+from legroom.messages import listed, say
 
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
+_BESIDE_CLASSES = (".", "readme", "license")  # how names begin that may stand beside the directories of the classes
+_CLASSES_LOOKED_INTO = 3
 _READ = 1 << 20
 _NAME = 150  # bytes of a name, and of its place in a list, while its directory is listed
 _ROW = STAMP_BYTES + 40  # bytes of a row in the index, without its path
 _MOST_DEPTH = 64  # directories within each other; more is a link to a parent
 _MOST_CLASSES = 1 << 20
+
+
+def require_classes(path: Path, names: Mapping[str, bool]) -> None:
+    """Refuse a directory that may not be one directory of images per class."""
+    classes = [name for name in sorted(names) if names[name]]
+    beside = [name for name in sorted(names) if not names[name]]
+    if all(name.lower() in _SPLITS for name in classes):
+        example = path / classes[0]
+        why = say("its subdirectories are splits, not classes: {names}", names=listed(classes))
+        raise not_a_dataset(path, why, say("pass one of them: {example}", example=example))
+    if files := [name for name in beside if not name.lower().startswith(_BESIDE_CLASSES)]:
+        why = say("it has subdirectories and the file {name!r} beside them: it is unclear what to read", name=files[0])
+        raise not_a_dataset(path, why, say("leave nothing but the directories of the classes in it"))
+    if not any(_has_image(path / name) for name in classes[:_CLASSES_LOOKED_INTO]):
+        why = say("it is a directory without data files, and its subdirectories have no images")
+        raise not_a_dataset(
+            path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
+        )
+
+
+def _has_image(path: Path) -> bool:
+    """Whether one of the first names below a directory is that of an image."""
+    waiting, looked = [path], 0
+    while waiting and looked <= NAMES_READ:
+        folder = waiting.pop()
+        names = names_in(folder)
+        looked += 1 + len(names)
+        if any(name.lower().endswith(IMAGES) for name, is_folder in names.items() if not is_folder):
+            return True
+        waiting += [folder / name for name, is_folder in names.items() if is_folder]
+    return False
 
 
 class ImageFolderReader(BaseReader):

@@ -22,7 +22,7 @@ import numpy as np
 
 from legroom.errors import DamagedSource, SourceChanged, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab
-from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of
 from legroom.messages import say
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import DamagedSource, UnsupportedData
-from legroom.formats.data_file import damaged
+from legroom.formats.file_reads_and_errors import damaged
 from legroom.formats.fill_arrays import DType
 from legroom.messages import say
 

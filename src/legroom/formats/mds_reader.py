@@ -22,8 +22,8 @@ import numpy as np
 
 from legroom.errors import LegroomError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.data_file import SourceFile, damaged, truncated
 from legroom.formats.decoding_memory import UNLIMITED
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, truncated
 from legroom.formats.fill_arrays import Array, Progress, bytes_of
 from legroom.formats.folder_files import FolderFile, FolderRoot, are_among, packed_stamp, unpacked_stamp
 from legroom.formats.gather_byte_ranges import (

@@ -23,8 +23,8 @@ import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection, native_dtype
-from legroom.formats.data_file import SourceFile, damaged, wrong_checksum
 from legroom.formats.decompress_deflate import zlib_module
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, wrong_checksum
 from legroom.formats.fill_arrays import PIECE, Progress, ReadNext, bytes_of, copy_raw, fill_in_order, sequential
 from legroom.messages import say
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.formats.base_reader import ArraySpec, Description, Selection, TableSpec
-from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.table_reader import (
     FILE_OVERHEAD,
     LeafColumn,

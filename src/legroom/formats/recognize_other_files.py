@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.formats.data_file import SourceFile
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.messages import say
 
 _LLM_C_OTHER = (20240326, 20240327, 20240522)  # model weights, debug state, evaluation data

@@ -22,7 +22,7 @@ from legroom.formats.base_reader import (
     column_names,
     what_is_read,
 )
-from legroom.formats.data_file import SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
 from legroom.formats.fill_arrays import Progress, no_progress
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from legroom.errors import UnsupportedData
-from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.messages import say
 from legroom.units import format_size
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.data_file import SourceFile, changed_while_read
+from legroom.formats.file_reads_and_errors import SourceFile, changed_while_read
 from legroom.formats.fill_arrays import Array, Progress
 from legroom.formats.folder_files import are_among, packed_stamp
 from legroom.formats.gather_byte_ranges import (

@@ -13,7 +13,7 @@ import numpy as np
 
 from legroom.errors import UsageError
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, native_dtype
-from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
 from legroom.messages import say
 

@@ -30,7 +30,7 @@ from legroom.formats.base_reader import (
     native_dtype,
     what_is_read,
 )
-from legroom.formats.data_file import alias, damaged, unreadable
+from legroom.formats.file_reads_and_errors import alias, damaged, unreadable
 from legroom.formats.fill_arrays import PIECE, Array, Progress
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import import_lock, require

@@ -1,16 +1,14 @@
 """How much GPU memory the CUDA context of this process takes, with loaded kernels and libraries' own memory.
 
-They are outside torch's allocator. NVML's figure for this process measures them. In a container NVML may list host
-pids; then a block is allocated, and the one entry that grows by exactly that much is this process.
+They are outside torch's allocator. NVML's figure for this process measures them. Where NVML lists host pids, a block is
+allocated here, and probe/nvml.py finds the entry that grew by as much.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-
 from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.messages import say
+from legroom.probe.nvml import bytes_by_pid, bytes_of_grown, own_bytes
 from legroom.records.gpu_usage import Overhead
 from legroom.records.machine import Gpu
 from legroom.units import format_size
@@ -20,7 +18,6 @@ from legroom.units import format_size
 _LEAST_CONTEXT, _MOST_CONTEXT = 100 << 20, 2 << 30
 _ASSUMED_CONTEXT = 1 << 30
 _TEST_BLOCK = 46 << 20  # torch requests this size from CUDA unchanged: a multiple of 2 MB, above 20 MB
-_TOLERANCE = 2 << 20
 
 
 def used_before_context(device: CudaDevice) -> int | None:
@@ -80,17 +77,9 @@ def _without_shared(device: CudaDevice, size: int) -> int:
     return rest if rest >= _LEAST_CONTEXT else size
 
 
-def own_bytes(nvml: Gpu | None) -> int | None:
-    """NVML's figure for this pid; None if it is not listed, has no figure, or the pid is another namespace's."""
-    for process in () if nvml is None else nvml.processes or ():
-        if process.pid == os.getpid() and process.command is not None:
-            return process.used
-    return None
-
-
 def _own_bytes_by_growth(device: CudaDevice, nvml: Gpu) -> int | None:
     """NVML's figure for the entry that grows when this process allocates; None if that is not exactly one."""
-    before = _bytes_by_pid(nvml)
+    before = bytes_by_pid(nvml)
     if not before:
         return None
     reserved = device.reserved()
@@ -104,15 +93,4 @@ def _own_bytes_by_growth(device: CudaDevice, nvml: Gpu) -> int | None:
     after = device.nvml()
     del block
     device.empty_cache()
-    return grown_by(before, _bytes_by_pid(after), _TEST_BLOCK)
-
-
-def grown_by(before: Mapping[int, int], after: Mapping[int, int], amount: int) -> int | None:
-    """What the one process that grew by ``amount`` held before; None if none or several did."""
-    grew = [pid for pid, held in before.items() if abs(after.get(pid, 0) - held - amount) <= _TOLERANCE]
-    return before[grew[0]] if len(grew) == 1 else None
-
-
-def _bytes_by_pid(nvml: Gpu | None) -> dict[int, int]:
-    processes = () if nvml is None else nvml.processes or ()
-    return {process.pid: process.used for process in processes if process.used is not None}
+    return bytes_of_grown(before, bytes_by_pid(after), _TEST_BLOCK)

@@ -2,7 +2,6 @@
 
 guard                what every adapter does: watch memory, tune at each epoch, log, ask for a checkpoint in time
 checkpoint           save and restore a training run
-checkpoint_schedule  decide when a checkpoint is due: which alarm is urgent, and when it asks again
 lightning            a callback for Lightning's Trainer
 huggingface          a callback for Hugging Face's Trainer
 accelerate           a guard for a loop under accelerate

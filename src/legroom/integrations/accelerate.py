@@ -9,7 +9,7 @@
                 with accelerator.accumulate(model): ...
                 guard.step()
 
-Uses accelerate's accumulation, trackers and ``save_state``; guard.py does the rest. The accelerator is an argument, so
+Uses accelerate's accumulation, trackers and ``save_state``; guard/ does the rest. The accelerator is an argument, so
 this module does not import accelerate.
 """
 

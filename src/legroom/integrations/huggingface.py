@@ -1,6 +1,6 @@
 """A callback for Hugging Face's Trainer: ``Trainer(callbacks=[LegroomCallback()])``.
 
-Forwards the Trainer's events to the guard (guard.py), writes alarms into the log history, and requests the
+Forwards the Trainer's events to the guard (guard/), writes alarms into the log history, and requests the
 Trainer's own checkpoint. A callback cannot reach the Trainer's reporters: set ``callback.log = trainer.log`` to send
 them alarms.
 """

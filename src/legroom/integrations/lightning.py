@@ -1,6 +1,6 @@
 """A Lightning callback: ``Trainer(callbacks=[LegroomCallback()])``.
 
-Forwards Lightning's hooks to the guard (guard.py) and saves Lightning's own checkpoint when one is due. Works
+Forwards Lightning's hooks to the guard (guard/) and saves Lightning's own checkpoint when one is due. Works
 with ``lightning`` and ``pytorch_lightning``, whichever the program uses.
 
 Lightning creates the first epoch's iterator before any hook: changes of the loader take effect from the second epoch.

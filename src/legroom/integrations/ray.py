@@ -10,7 +10,7 @@
                         guard.report(metrics, checkpoint=...)
                 guard.report(metrics)
 
-Uses Ray's ranks, logger and wrapped loaders, and reports alarms as metrics of ``ray.train.report``; guard.py does the
+Uses Ray's ranks, logger and wrapped loaders, and reports alarms as metrics of ``ray.train.report``; guard/ does the
 rest. Your loop saves the checkpoint itself.
 
 ``ray.train.report`` is a barrier that every worker must pass equally often. So alarms wait for the loop's next report,

@@ -177,8 +177,8 @@ def answer_here(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _doctor() -> dict[str, Any]:
     with import_lock:
-        from legroom.advice.doctor_settings import safe_settings
         from legroom.advice.findings import findings
+        from legroom.advice.safe_settings_for_doctor import safe_settings
         from legroom.probe.host_files_and_syscalls import Host
         from legroom.probe.snapshot import snapshot
 

@@ -29,7 +29,7 @@ from legroom.advice.memory_need import (
     without_overlap,
 )
 from legroom.errors import DatasetOutOfMemory, UsageError
-from legroom.loader.measure.memory_guard import RESERVE
+from legroom.loader.measure.memory_guard_script import RESERVE
 from legroom.loader.measure_process_memory import bare_process, idle_worker, private_bytes
 from legroom.loader.measure_process_memory import start_method as default_start_method
 from legroom.messages import say

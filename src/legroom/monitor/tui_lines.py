@@ -11,8 +11,8 @@ from itertools import accumulate
 from rich.text import Text
 
 from legroom.messages import cells, counted, cut, left, listed, phrase, right, say
+from legroom.monitor.pool_and_alarm_timeline import column_shares
 from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, largest_pids, over_steps, taken
-from legroom.monitor.timeline import column_shares
 from legroom.monitor.watch_text import printable, trainer_state
 from legroom.records import Alarm, EntryRow, GpuCopyRow, GroupRow, GrowthRow, Pool, PoolPoint, ProcessRow, Sample
 from legroom.records.machine import heading, scope_name

@@ -11,8 +11,8 @@ from legroom.charts.html_page import element, figure, page, table
 from legroom.charts.memory_pool_chart import amount, pool_chart
 from legroom.charts.process_charts import Layer, stacked_chart
 from legroom.messages import cut, say
+from legroom.monitor.pool_and_alarm_timeline import Timeline
 from legroom.monitor.process_timeline import ProcessPoint, largest_pids, over_steps
-from legroom.monitor.timeline import Timeline
 from legroom.monitor.tui_lines import growth_rate
 from legroom.records import Moment, PoolPoint
 from legroom.system.atomic_file import replace_file

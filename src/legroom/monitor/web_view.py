@@ -20,7 +20,7 @@ from typing import Any
 from legroom.messages import say
 from legroom.monitor.history_and_trend import keep_largest_processes
 from legroom.monitor.http_server import Handler, parse_address, serve
-from legroom.monitor.timeline import Timeline, thin_points
+from legroom.monitor.pool_and_alarm_timeline import Timeline, thin_points
 from legroom.monitor.watch_log import moment_object
 from legroom.records import Moment, PoolPoint
 
@@ -39,8 +39,8 @@ _FILES = {
     "/watch.css": ("watch.css", "text/css; charset=utf-8"),
     "/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
     "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
-    "/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
-    "/processes.js": ("processes.js", "text/javascript; charset=utf-8"),
+    "/cards_and_tables.js": ("cards_and_tables.js", "text/javascript; charset=utf-8"),
+    "/process_charts.js": ("process_charts.js", "text/javascript; charset=utf-8"),
     "/words.js": ("words.js", "text/javascript; charset=utf-8"),
 }
 _HEADERS = {

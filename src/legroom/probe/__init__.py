@@ -10,7 +10,7 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - host_files_and_syscalls: files and system calls of the machine that is read
 - find_running_jobs: training jobs that run now, their processes and what they hold together
 - memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
-- nvml: calls of NVML, with a reason for each failure
+- nvml: calls of NVML, with a reason for each failure; which entry is this process, also where NVML lists host pids
 - process_and_limits: processes, their memory and command lines; limits: descriptors, CPU quota, pinned memory, TMPDIR
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
 - shm_segments: which process maps or opens which shared-memory segment

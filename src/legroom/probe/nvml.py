@@ -1,15 +1,21 @@
-"""Calls of NVML (nvidia-ml-py): every failure is an NvmlError with a readable reason.
+"""Calls of NVML (nvidia-ml-py): every failure is an NvmlError with a readable reason. Which entry is this process.
 
 The ``pynvml`` module is always an argument: tests pass a fake, and importing this module does not import pynvml.
 
 nvmlInit opens every GPU and takes tens of milliseconds; while one session is open, further calls only count up.
+
+In a container NVML may list pids of the host, among which this process cannot be found by its own. Then the caller
+allocates a block, and the one entry that grew by exactly that much is this process.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from legroom.messages import phrase, say
+from legroom.records.machine import Gpu
 
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
@@ -18,6 +24,7 @@ _INVALID_ARGUMENT = 2
 _OTHER_VERSION = 25  # ARGUMENT_VERSION_MISMATCH
 # Errors after which an older version of the call is tried.
 _ASK_OLDER = (_INVALID_ARGUMENT, NOT_SUPPORTED, TOO_OLD, _OTHER_VERSION)
+_GROWTH_TOLERANCE = 2 << 20
 
 # By NVML's own numbers, which are part of its binary interface.
 _WORDS = {
@@ -102,6 +109,26 @@ def _trouble(problem: Exception) -> NvmlError:
     if isinstance(problem, (TypeError, AttributeError)):  # bindings without this argument or version
         return NvmlError(TOO_OLD, say("the installed nvidia-ml-py is too old: {problem}", problem=problem))
     return NvmlError(None, say("{kind}: {problem}", kind=type(problem).__name__, problem=problem))
+
+
+def own_bytes(nvml: Gpu | None) -> int | None:
+    """NVML's figure for this pid; None if it is not listed, has no figure, or the pid is another namespace's."""
+    for process in () if nvml is None else nvml.processes or ():
+        if process.pid == os.getpid() and process.command is not None:
+            return process.used
+    return None
+
+
+def bytes_of_grown(before: Mapping[int, int], after: Mapping[int, int], amount: int) -> int | None:
+    """What the one process that grew by ``amount`` held before; None if none or several did."""
+    grew = [pid for pid, held in before.items() if abs(after.get(pid, 0) - held - amount) <= _GROWTH_TOLERANCE]
+    return before[grew[0]] if len(grew) == 1 else None
+
+
+def bytes_by_pid(nvml: Gpu | None) -> dict[int, int]:
+    """NVML's figure for each pid that has one."""
+    processes = () if nvml is None else nvml.processes or ()
+    return {process.pid: process.used for process in processes if process.used is not None}
 
 
 class NvmlSession:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from legroom.errors import LegroomError, MissingPackage, NoSuchObject, RemoteTimeout, UnsupportedData, UsageError
+from legroom.errors import LegroomError, MissingPackage, NoSuchObject, UnsupportedData, UsageError
 from legroom.messages import say
 from legroom.remote.conditional_range_requests import RangeReader, read_stream
 from legroom.remote.http_connections import Sink
 from legroom.remote.object_url import ObjectUrl, object_url, redacted
 from legroom.remote.object_version import ObjectStamp, stamp_of_info
-from legroom.remote.remote_errors import is_transient, remote_error, short_read, timeout
+from legroom.remote.remote_errors import remote_error, short_read, timeout
+from legroom.remote.request_retries import CallerFailed, retried
 from legroom.system.lazy_and_optional_imports import require
 
-ATTEMPTS = 6
-_TIMEOUTS = 3  # each takes long by itself
-_FIRST_PAUSE = 0.2
-_LONGEST_PAUSE = 5.0
 CONNECTIONS = 16
 _PACKAGES = {
     "s3": "'legroom[remote]'", "s3a": "'legroom[remote]'", "http": "'legroom[remote]'", "https": "'legroom[remote]'",
@@ -60,14 +56,14 @@ class RemoteObject:
                 self._ranges.read(stamp, start + counted.done, end, counted)
             except Exception:
                 if counted.problem is not None:
-                    raise _CallerFailed from None
+                    raise CallerFailed from None
                 raise
             if start + counted.done < end:
                 raise short_read(self.url, end - start, counted.done)
 
         try:
             self._retried(attempt, lambda: counted.done)
-        except _CallerFailed:
+        except CallerFailed:
             assert counted.problem is not None
             raise counted.problem from None
 
@@ -97,29 +93,9 @@ class RemoteObject:
             yield block
 
     def _retried(self, attempt: Callable[[], Any], progress: Callable[[], int] = lambda: 0) -> Any:
-        """Repeat the attempt with growing pauses. Progress in between starts the count again."""
-        failed = timeouts = 0
-        while True:
-            before = progress()
-            try:
-                return attempt()
-            except _CallerFailed:
-                raise
-            except Exception as raised:
-                problem = remote_error(self.url, raised)
-            # Raised outside the handler: what the library raised may have credentials in its text.
-            if progress() > before:
-                failed = timeouts = 0
-            failed += 1
-            timeouts += isinstance(problem, RemoteTimeout)
-            if self._interrupted or not is_transient(problem) or failed >= ATTEMPTS or timeouts >= _TIMEOUTS:
-                raise problem
-            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failed - 1))
-            self.slept(pause * random.uniform(0.5, 1.0))
-
-
-class _CallerFailed(Exception):
-    """What was received could not be kept: no fault of the server's."""
+        return retried(
+            attempt, lambda raised: remote_error(self.url, raised), progress, lambda: self._interrupted, self.slept
+        )
 
 
 class _Counted:

@@ -1,4 +1,4 @@
-"""What went wrong with a remote object, in plain words, without credentials, and whether to try again."""
+"""What went wrong with a remote object, in plain words, without credentials."""
 
 from __future__ import annotations
 
@@ -99,13 +99,6 @@ def object_changed(url: ObjectUrl) -> SourceChanged:
         why=say("the server has another version of it now"),
         fix=(say("wait until the object is fully written, then open it again"),),
     )
-
-
-def is_transient(problem: LegroomError) -> bool:
-    """Whether the same request may succeed a moment later."""
-    if isinstance(problem, (RemoteTimeout, RemoteUnreachable, ShortRead)):
-        return True
-    return type(problem) is RemoteError and (problem.status is None or problem.status >= 500 or problem.status == 429)
 
 
 def timeout() -> float:

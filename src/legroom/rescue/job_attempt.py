@@ -1,12 +1,5 @@
 """One attempt of a supervised job: start it, sample it, stop it if it hangs, collect the evidence and the verdict.
 
-Stall rule: a torch >= 2.10 worker whose queue thread cannot get shared memory prints a traceback, drops the batch and
-continues, and the trainer waits for that batch forever. No process exits, so no exit status shows it. Healthy jobs also
-wait for minutes, for a peer or a disk. A job counts as hanging only if all of these hold: its DataLoader workers are
-alive; its own processes hold about half of /dev/shm or more (63 to 99 % measured with batches of 9 to 40 MB in 64 MB),
-or have a segment open without pages that is larger than what is free; and the allocation error is near the end of its
-output.
-
 Killing a process does not free tmpfs. Shared-memory files that the job left in /dev/shm are removed before the next
 attempt; files of others and files that were there before stay.
 """
@@ -21,22 +14,24 @@ from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.shm_segments import SHM, Segments
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, reported_killed
+from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import (
     DiskLevels,
     GpuLevels,
     JobAlarms,
     JobSampler,
+    StallDetector,
+    cpu_seconds,
     recent_rate,
     seconds_unread,
     thinned,
     worst_stall,
 )
-from legroom.rescue.log_reader import WINDOW, facts_of, killed_in
+from legroom.rescue.log_reader import facts_of, killed_in
 from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines
@@ -52,9 +47,6 @@ _PASSED_ON = tuple(
     if hasattr(signal, name)  # Windows has two of them
 )
 _ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
-_HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
-_IDLE = 0.02  # of one core: polling loops use less, real work uses more
-_TICKS = 100
 
 
 @dataclass(frozen=True)
@@ -369,87 +361,3 @@ def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
         return GpuLevels(levels, held)
 
     return read
-
-
-@dataclass
-class StallDetector:
-    """Detects a job that neither uses CPU nor prints."""
-
-    limit: float  # seconds; 0: never
-    _since: float | None = None
-    _cpu: float = 0.0
-    _written: int = -1
-
-    def idle_for(self, now: float, cpu: float, written: int) -> float:
-        """Seconds since the job last printed or used CPU; takes its CPU seconds and output bytes so far."""
-        span = 0.0 if self._since is None else now - self._since
-        worked = cpu - self._cpu > max(0.05, span * _IDLE)
-        # The sum of CPU time falls when a worker exits: that counts as activity.
-        if self._since is None or worked or cpu < self._cpu or written != self._written:
-            self._since, self._cpu, self._written = now, cpu, written
-            return 0.0
-        return span
-
-    def stalled(self, now: float, cpu: float, written: int) -> bool:
-        """Whether it has been idle for longer than the limit."""
-        return self.limit > 0 and self.idle_for(now, cpu, written) >= self.limit
-
-
-def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
-    """CPU time that these processes have used."""
-    total = 0
-    for pid in pids:
-        fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-        if len(fields) > 12:
-            total += int(fields[11]) + int(fields[12])
-    return total / _TICKS
-
-
-def held_shm(host: Host, pids: Sequence[int]) -> int | None:
-    """Bytes of /dev/shm that these processes map or have open; None if unreadable."""
-    if not pids:
-        return 0
-    segments = Segments.of(host, pids[0])
-    inodes: set[int] = set()
-    for pid in pids:
-        held = segments.of_process(pid)
-        if held is None:
-            return None
-        inodes |= held.inodes
-    return segments.total(inodes)
-
-
-def refused_shm(host: Host, pids: Sequence[int]) -> int:
-    """Bytes without pages of the largest /dev/shm segment that these processes have open: a failed allocation.
-
-    torch sets the file size before it allocates pages, and keeps a file whose allocation failed.
-    """
-    most = 0
-    for pid in pids:
-        folder = host.path(f"/proc/{pid}/fd")
-        try:
-            names = os.listdir(folder)
-        except OSError:  # exited, or not readable
-            continue
-        for name in names:
-            # Read the link before stat: stat on a dead network file system would hang.
-            if (host.link(f"/proc/{pid}/fd/{name}") or "").startswith(SHM + "/"):
-                try:
-                    found = os.stat(folder / name)
-                except OSError:
-                    continue
-                most = max(most, found.st_size - found.st_blocks * 512)
-    return most
-
-
-def hangs_on_shm(level: Level | None, held: int | None, log: LogFacts, *, loader: bool, refused: int = 0) -> bool:
-    """Whether an idle job waits for a batch that did not fit into /dev/shm. Pure.
-
-    ``refused``: bytes of the job's own segment that got no pages. A segment larger than what is free cannot fit,
-    however little the job holds.
-    """
-    if not loader or level is None or held is None:
-        return False
-    if held < level.size * _HELD_SHARE and refused <= level.size - level.used:
-        return False
-    return any(sign.code == "shm" and sign.number <= WINDOW for sign in log.signs)

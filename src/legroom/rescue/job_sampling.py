@@ -1,4 +1,4 @@
-"""Sample the memory pools of a running job: /dev/shm, RAM, swap, descriptors, GPUs, disks; raise alarms.
+"""Sample the memory pools of a running job: /dev/shm, RAM, swap, descriptors, GPUs, disks; its idle time; raise alarms.
 
 The OOM counter and /dev/shm are read up to 50 times a second, because a loader fills /dev/shm within one batch. The
 other pools are read every second or two. The history keeps each reading of the last minute and thins older ones, so a
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
@@ -47,6 +47,8 @@ _WRITABLE = re.compile(r"^\S+ rw.s \S+ \S+ \d+ +(/(?!dev/|memfd:|SYSV).*)$", re.
 _DELETED = " (deleted)"
 _MOST_KEPT = 100
 _LONGEST_COMMAND = 160
+_IDLE = 0.02  # of one core: polling loops use less, real work uses more
+_TICKS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +356,40 @@ def mapped_folders(host: Host, pid: int) -> list[str]:
         if not match[1].endswith(_DELETED):
             found.append(os.path.dirname(match[1]))
     return found
+
+
+@dataclass
+class StallDetector:
+    """Detects a job that neither uses CPU nor prints."""
+
+    limit: float  # seconds; 0: never
+    _since: float | None = None
+    _cpu: float = 0.0
+    _written: int = -1
+
+    def idle_for(self, now: float, cpu: float, written: int) -> float:
+        """Seconds since the job last printed or used CPU; takes its CPU seconds and output bytes so far."""
+        span = 0.0 if self._since is None else now - self._since
+        worked = cpu - self._cpu > max(0.05, span * _IDLE)
+        # The sum of CPU time falls when a worker exits: that counts as activity.
+        if self._since is None or worked or cpu < self._cpu or written != self._written:
+            self._since, self._cpu, self._written = now, cpu, written
+            return 0.0
+        return span
+
+    def stalled(self, now: float, cpu: float, written: int) -> bool:
+        """Whether it has been idle for longer than the limit."""
+        return self.limit > 0 and self.idle_for(now, cpu, written) >= self.limit
+
+
+def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
+    """CPU time that these processes have used."""
+    total = 0
+    for pid in pids:
+        fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        if len(fields) > 12:
+            total += int(fields[11]) + int(fields[12])
+    return total / _TICKS
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import NoSuchProcess, NothingMatches
-from legroom.loader.plan_machine_size import plan, running
+from legroom.loader.legroom_plan import plan, running
 from legroom.probe.host_files_and_syscalls import Host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")

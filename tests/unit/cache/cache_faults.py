@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, mmap_and_crc32, remembered_digests
+from legroom.cache import drop_and_gc, list_and_verify, mmap_huge_pages_crc32, remembered_digests
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
@@ -92,17 +92,17 @@ def failing(faults: Faults) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [(os, name, name) for name in CALLS if hasattr(os, name)]
     places += [(fcntl, "flock", "flock"), (builtins, "open", "file"), (io, "open", "file"), (mmap, "mmap", "mmap.mmap")]  # fmt: skip
     kept = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in places]
-    libc = mmap_and_crc32.libc
+    libc = mmap_huge_pages_crc32.libc
     for module, attribute, name in places:
         setattr(module, attribute, faults.around(name, getattr(module, attribute)))
     real = libc()
-    mmap_and_crc32.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
+    mmap_huge_pages_crc32.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
     try:
         yield
     finally:
         for module, attribute, function in kept:
             setattr(module, attribute, function)
-        mmap_and_crc32.libc = libc
+        mmap_huge_pages_crc32.libc = libc
 
 
 class Wrong(AssertionError):

@@ -130,7 +130,7 @@ def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
 IMPORTED_SLOWLY = """
 import os, signal, sys, threading, time
 import legroom
-from legroom.cache import mmap_and_crc32
+from legroom.cache import mmap_huge_pages_crc32
 
 class Slow:
     # Imports of that module take a second, with its lock held.
@@ -147,7 +147,7 @@ if sys.argv[1] != "legroom.loader.batches.legroom_open":
 sys.meta_path.insert(0, Slow())
 uses = {
     "open": lambda: legroom.open(sys.argv[2]),
-    "fits": lambda: mmap_and_crc32._fits(1),
+    "fits": lambda: mmap_huge_pages_crc32._fits(1),
     "available": lambda: legroom.available("gpu0"),
 }
 use = uses[sys.argv[3]]

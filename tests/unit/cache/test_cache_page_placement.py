@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import mmap_and_crc32, staging_directory
-from legroom.cache.mmap_and_crc32 import HUGE_PAGE, MappedFile
-from legroom.cache.staging_directory import HugePages
+from legroom.cache import mmap_huge_pages_crc32
+from legroom.cache.mmap_huge_pages_crc32 import HUGE_PAGE, HugePages, MappedFile
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.processes_and_threads import libc
 
@@ -53,7 +52,7 @@ def in_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: what is tested is not this machine's speed."""
-    monkeypatch.setattr(staging_directory, "_DEAR", 1.0)
+    monkeypatch.setattr(mmap_huge_pages_crc32, "_DEAR", 1.0)
 
 
 def _joins() -> bool:
@@ -65,7 +64,7 @@ def _joins() -> bool:
         os.ftruncate(fd, HUGE_PAGE)
         os.pwrite(fd, b"\0", 0)
         mapped = MappedFile(fd, HUGE_PAGE)
-        return staging_directory.hugepages_supported() and libc().madvise(mapped.address, HUGE_PAGE, 25) == 0
+        return mmap_huge_pages_crc32.hugepages_supported() and libc().madvise(mapped.address, HUGE_PAGE, 25) == 0
     finally:
         os.close(fd)
 
@@ -134,16 +133,16 @@ class TestNotTaken:
         assert os.fstat(memory).st_blocks == 0
 
     def test_a_kernel_that_does_not_know_the_call(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(staging_directory, "_COLLAPSE", 0x7FFF)
+        monkeypatch.setattr(mmap_huge_pages_crc32, "_COLLAPSE", 0x7FFF)
         assert not HugePages().take(memory, 0, 20 * MB)
         assert os.fstat(memory).st_blocks * 512 <= 2 * HUGE_PAGE  # no more than was tried
 
     def test_it_is_given_up_when_it_takes_too_long(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
         tried: list[int] = []
         clock = iter(range(100))
-        monkeypatch.setattr(staging_directory, "hugepages_supported", lambda: True)
-        monkeypatch.setattr(staging_directory, "_collapse", lambda fd, offset, length: not tried.append(length))
-        monkeypatch.setattr(staging_directory.time, "thread_time", lambda: float(next(clock)))
+        monkeypatch.setattr(mmap_huge_pages_crc32, "hugepages_supported", lambda: True)
+        monkeypatch.setattr(mmap_huge_pages_crc32, "_collapse", lambda fd, offset, length: not tried.append(length))
+        monkeypatch.setattr(mmap_huge_pages_crc32.time, "thread_time", lambda: float(next(clock)))
         pages = HugePages()
         assert not pages.take(memory, 0, 20 * MB)  # a second for 4 MB: the rest is not risked
         assert not pages.take(memory, 0, 20 * MB)
@@ -153,11 +152,11 @@ class TestNotTaken:
         def refuse(*_: object, **__: object) -> MappedFile:
             raise OSError(errno.ENOMEM, "no addresses")
 
-        monkeypatch.setattr(staging_directory, "MappedFile", refuse)
+        monkeypatch.setattr(mmap_huge_pages_crc32, "MappedFile", refuse)
         assert not HugePages().take(memory, 0, 20 * MB)
 
     def test_a_write_that_is_refused_is_an_error(self, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-        monkeypatch.setattr(staging_directory, "hugepages_supported", lambda: True)
+        monkeypatch.setattr(mmap_huge_pages_crc32, "hugepages_supported", lambda: True)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MB, hard))
         try:
@@ -169,8 +168,8 @@ class TestNotTaken:
 
 @pytest.mark.parametrize(("text", "expected"), [("", True), ("1", True), ("0", False), (" No ", False), ("off", False)])
 def test_the_switch(text: str, expected: bool) -> None:
-    assert staging_directory.hugepages_enabled({"LEGROOM_LARGE_PAGES": text}) is expected
-    assert staging_directory.hugepages_enabled({})
+    assert mmap_huge_pages_crc32.hugepages_enabled({"LEGROOM_LARGE_PAGES": text}) is expected
+    assert mmap_huge_pages_crc32.hugepages_enabled({})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_whether_there_are_any(tmp_path: Path, size: str | None, enabled: str | 
     if size is not None and enabled is not None:
         (folder / "hpage_pmd_size").write_text(size)
         (folder / "enabled").write_text(enabled)
-    assert staging_directory.hugepages_supported(Host(tmp_path)) is expected
+    assert mmap_huge_pages_crc32.hugepages_supported(Host(tmp_path)) is expected
 
 
 class TestWhereMapsLie:
@@ -204,7 +203,7 @@ class TestWhereMapsLie:
         os.pwrite(memory, b"first", 0)
         first = MappedFile(memory, 8 * MB)
         np.frombuffer(first.buffer(), np.uint8)[:5] = 9
-        monkeypatch.setattr(mmap_and_crc32, "_aligned_address", lambda length, offset: first.address)
+        monkeypatch.setattr(mmap_huge_pages_crc32, "_aligned_address", lambda length, offset: first.address)
         second = MappedFile(memory, 8 * MB)
         assert second.address != first.address
         assert ctypes.string_at(first.address, 5) == b"\x09" * 5
@@ -217,7 +216,7 @@ class TestWhereMapsLie:
         real = libc().mmap
 
         def mmap(*arguments: object) -> int | None:
-            return mmap_and_crc32.MAP_FAILED if arguments[4] == -1 else real(*arguments)
+            return mmap_huge_pages_crc32.MAP_FAILED if arguments[4] == -1 else real(*arguments)
 
         monkeypatch.setattr(libc(), "mmap", mmap)
         assert ctypes.string_at(MappedFile(memory, 8 * MB).address, 2) == b"\0\0"

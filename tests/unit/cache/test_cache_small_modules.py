@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from legroom.cache import capacity, list_and_verify, locks, mmap_and_crc32, staging_directory
-from legroom.cache.build_plan import plan_files
+from legroom.cache import capacity, list_and_verify, locks, mmap_huge_pages_crc32
 from legroom.cache.manifest import OPENING, Damaged, from_json
-from legroom.cache.mmap_and_crc32 import MappedFile, Prefault
+from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
+from legroom.cache.plan_entry_files import plan_files
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import open_stores
 from legroom.errors import BadSize, NoRoom, UnsupportedData
@@ -32,11 +32,14 @@ def test_crcs_of_parts_join(tmp_path: Path) -> None:
     for _ in range(100):
         parts = [chance.randbytes(chance.choice([0, 1, 7, 4096, 70_000])) for _ in range(chance.randrange(1, 6))]
         whole = zlib.crc32(b"".join(parts))
-        assert mmap_and_crc32.combined((zlib.crc32(part), len(part)) for part in parts) == whole
-        assert mmap_and_crc32.crc32()(b"".join(parts)) == whole
+        assert mmap_huge_pages_crc32.combined((zlib.crc32(part), len(part)) for part in parts) == whole
+        assert mmap_huge_pages_crc32.crc32()(b"".join(parts)) == whole
     (tmp_path / "a").write_bytes(b"12" + b"x" * 3_000_000)
     fd = os.open(tmp_path / "a", os.O_RDONLY)
-    assert mmap_and_crc32.hex_digits(mmap_and_crc32.file_crc32(fd, 2)) == f"{zlib.crc32(b'x' * 3_000_000):08x}"
+    assert (
+        mmap_huge_pages_crc32.hex_digits(mmap_huge_pages_crc32.file_crc32(fd, 2))
+        == f"{zlib.crc32(b'x' * 3_000_000):08x}"
+    )
     os.close(fd)
 
 
@@ -148,7 +151,7 @@ class TestMaps:
     @pytest.mark.parametrize("populate", [True, False])
     def test_pages_are_filled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, populate: bool) -> None:
         if not populate:
-            monkeypatch.setattr(mmap_and_crc32, "_POPULATE_READ", 0x7FFF)  # a kernel that does not know the call
+            monkeypatch.setattr(mmap_huge_pages_crc32, "_POPULATE_READ", 0x7FFF)  # a kernel that does not know the call
         size = 40 * MB
         item = self.make(tmp_path, size)
         running = Prefault([item], in_memory=True)
@@ -175,7 +178,7 @@ class TestMaps:
     def test_overcommit_decides_whether_maps_may_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for text, may in (("0\n", True), ("1\n", True), ("2\n", False)):
             monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
-            assert mmap_and_crc32.maps_writable.__wrapped__() is may
+            assert mmap_huge_pages_crc32.maps_writable.__wrapped__() is may
 
 
 def _resident(path: Path) -> int:
@@ -190,18 +193,18 @@ def _resident(path: Path) -> int:
 
 class TestNuma:
     def test_lists(self) -> None:
-        assert staging_directory.parse_node_list("0\n") == [0]
-        assert staging_directory.parse_node_list("0-2,5\n") == [0, 1, 2, 5]
-        assert staging_directory.parse_node_list("") == staging_directory.parse_node_list("x-1") == []
+        assert mmap_huge_pages_crc32.parse_node_list("0\n") == [0]
+        assert mmap_huge_pages_crc32.parse_node_list("0-2,5\n") == [0, 1, 2, 5]
+        assert mmap_huge_pages_crc32.parse_node_list("") == mmap_huge_pages_crc32.parse_node_list("x-1") == []
 
     def test_one_node_is_left_as_it_is(self) -> None:
-        with staging_directory.interleaved([0]) as done:
+        with mmap_huge_pages_crc32.interleaved([0]) as done:
             assert done is False
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
     def test_the_policy_is_set_and_put_back(self) -> None:
         calls: list[tuple[int, ...]] = []
-        real = mmap_and_crc32.libc().syscall
+        real = mmap_huge_pages_crc32.libc().syscall
 
         class Library:
             @staticmethod
@@ -209,12 +212,12 @@ class TestNuma:
                 calls.append((number, rest[0] if isinstance(rest[0], int) else -1))
                 return int(real(number, *rest))
 
-        original, staging_directory.libc = staging_directory.libc, Library  # type: ignore[assignment]
+        original, mmap_huge_pages_crc32.libc = mmap_huge_pages_crc32.libc, Library  # type: ignore[assignment]
         try:
-            with staging_directory.interleaved([0, 0]) as done:  # twice the one node there surely is
+            with mmap_huge_pages_crc32.interleaved([0, 0]) as done:  # twice the one node there surely is
                 pass
         finally:
-            staging_directory.libc = original
+            mmap_huge_pages_crc32.libc = original
         if done:
             assert [mode for _, mode in calls] == [-1, 3, 0]
 

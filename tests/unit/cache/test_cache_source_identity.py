@@ -14,7 +14,7 @@ from legroom.cache import source_identity
 from legroom.cache.find_or_build_entry import OpenRequest, entry_options, row_order, source_paths
 from legroom.errors import SourceChanged, UnreadableSource, UsageError
 from legroom.formats.base_reader import Lookup
-from legroom.formats.data_file import absolute
+from legroom.formats.file_reads_and_errors import absolute
 
 
 def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rigs import TREES
 
 from legroom.cli.language_and_streams import StandardError, StandardOutput, for_drawing
 from legroom.errors import UnreadableSource
-from legroom.formats.data_file import unreadable
+from legroom.formats.file_reads_and_errors import unreadable
 from legroom.messages import say, shown
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202eb\rc\nlegroom: all is well\x7f"

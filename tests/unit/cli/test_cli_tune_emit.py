@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from legroom.cli.main import run
-from legroom.loader.tune import tuning as tuning_named
+from legroom.loader.tune import legroom_tune as tuning_named
 from legroom.records import Settings
 
 BASE = ("tune", "--dataset", "data:set", "--batch", "32", "--ranks", "3")

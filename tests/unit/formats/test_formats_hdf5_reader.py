@@ -16,8 +16,8 @@ import pytest
 from legroom.errors import DamagedSource, SourceBeingWritten, UnreadableSource, UnsupportedData
 from legroom.formats import hdf5_find_datasets, hdf5_reader
 from legroom.formats.base_reader import ArraySpec, Description
-from legroom.formats.data_file import SourceFile
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.hdf5_find_datasets import DatasetSearch
 from legroom.formats.hdf5_vlen import GlobalHeaps
 

@@ -18,9 +18,9 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from legroom.errors import DamagedSource, MissingKey, UnreadableSource
 from legroom.formats import fill_arrays
 from legroom.formats.base_reader import Selection, as_json, missing_key, native_dtype
-from legroom.formats.data_file import SourceFile
 from legroom.formats.decompress_deflate import inflate
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.hdf5_filters import DEFLATE, FLETCHER32, SHUFFLE, ChunkFilter, fletcher32, undo
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)

@@ -19,8 +19,8 @@ from legroom.cache import source_identity
 from legroom.errors import LegroomError, NoRoom, SourceChanged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Description
 from legroom.formats.decoding_memory import Allowed, DecodingMemory
-from legroom.formats.detect import IMAGES, open_source
-from legroom.formats.image_folder_reader import ImageFolderReader
+from legroom.formats.detect import open_source
+from legroom.formats.image_folder_reader import IMAGES, ImageFolderReader
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from archive_samples import TORCHVISION_EXTENSIONS, image_folder, read_image_folder, torchvision_samples

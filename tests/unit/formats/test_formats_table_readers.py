@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats import parquet_reader as parquet_module
 from legroom.formats.base_reader import TableSpec
-from legroom.formats.data_file import SourceFile
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.parquet_reader import row_groups
 
 

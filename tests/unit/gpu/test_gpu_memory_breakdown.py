@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fake_cuda import GB, MB, FakeCuda, FakeDevice
 
-from legroom.gpu.cuda_context_size import grown_by, measure_overhead, used_before_context
+from legroom.gpu.cuda_context_size import measure_overhead, used_before_context
 from legroom.gpu.memory_breakdown import account_device
+from legroom.probe.nvml import bytes_of_grown
 
 
 class FakeTensor:
@@ -128,8 +129,8 @@ def test_change_by_other_processes_is_not_the_context() -> None:
 
 
 def test_two_processes_that_grew_alike() -> None:
-    assert grown_by({1: 10 * GB, 2: 5 * GB}, {1: 10 * GB, 2: 5 * GB + 46 * MB}, 46 * MB) == 5 * GB
-    assert grown_by({1: 0, 2: 0}, {1: 46 * MB, 2: 46 * MB}, 46 * MB) is None
+    assert bytes_of_grown({1: 10 * GB, 2: 5 * GB}, {1: 10 * GB, 2: 5 * GB + 46 * MB}, 46 * MB) == 5 * GB
+    assert bytes_of_grown({1: 0, 2: 0}, {1: 46 * MB, 2: 46 * MB}, 46 * MB) is None
 
 
 def _started(cuda: FakeCuda, pid: int | None) -> FakeDevice:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from integrations.fake_watch import FakeWatch
 
-from legroom.integrations import guard
+from legroom.integrations.guard import training_run_hooks
 
 
 @pytest.fixture
@@ -19,5 +19,5 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[FakeWatch]:
         made.append(FakeWatch(log, on_alarm))
         return made[-1]
 
-    monkeypatch.setattr(guard, "watch", watch)
+    monkeypatch.setattr(training_run_hooks, "watch", watch)
     return made

@@ -17,16 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
 from legroom.errors import UsageError
-from legroom.integrations.checkpoint_schedule import CheckpointSchedule, disk_full, threatens
-from legroom.integrations.guard import (
-    Guard,
-    MemorySnapshot,
-    TorchMemory,
-    apply_settings,
-    epoch_lines,
-    memory_snapshot,
-    retune,
-)
+from legroom.integrations.guard import Guard
+from legroom.integrations.guard.checkpoint_schedule import CheckpointSchedule, disk_full, threatens
+from legroom.integrations.guard.epoch_memory_log import MemorySnapshot, TorchMemory, epoch_lines, memory_snapshot
+from legroom.integrations.guard.retune_loader import apply_settings, retune
 from legroom.records import Alarm, Pool, Settings
 
 MB = 1 << 20

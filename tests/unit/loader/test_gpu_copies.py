@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import legroom
-from legroom.advice.doctor_settings import safe_settings
+from legroom.advice.safe_settings_for_doctor import safe_settings
 from legroom.cache.list_gpu_copies import gpu_copies, holders
 from legroom.cli import doctor
 from legroom.cli.cache import command as cache_command

@@ -12,8 +12,8 @@ from machines import MB, healthy, with_pool
 
 from legroom.advice.job_description import Batch, Demand
 from legroom.loader.check_memory_fits import _judged_by_trial
-from legroom.loader.measure.run_under_memory_guard import GuardedRun
 from legroom.loader.measure.start_dataloader_trial import _result
+from legroom.loader.measure.start_memory_guard import GuardedRun
 from legroom.records import LoaderTrial, Plan
 
 BATCH = Batch((8 * MB,), 8, "measured", rows=800)

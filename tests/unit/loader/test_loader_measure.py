@@ -19,11 +19,11 @@ from torch.utils.data import TensorDataset
 import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader import check_memory_fits
-from legroom.loader.measure import dataloader_trial, memory_guard, run_under_memory_guard
+from legroom.loader.measure import dataloader_trial, memory_guard_script, start_memory_guard
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import contents_of
 from legroom.loader.measure.measure_dataset_in_child import measure_dataset
-from legroom.loader.tune.tuning import key_of
+from legroom.loader.tune.legroom_tune import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
@@ -214,16 +214,16 @@ def test_an_ended_group_leaves_no_semaphores() -> None:
     with child.stdout:
         name = child.stdout.readline().strip().lstrip("/")
     assert Path("/dev/shm", f"sem.{name}").exists()
-    memory_guard.end_group(child.pid)
+    memory_guard_script.end_group(child.pid)
     child.wait()
-    assert not Path("/dev/shm", f"sem.{name}").exists() and memory_guard._in_group(child.pid) == {}
+    assert not Path("/dev/shm", f"sem.{name}").exists() and memory_guard_script._in_group(child.pid) == {}
 
 
 def test_the_last_lines_of_a_crash_are_those_of_the_thread_that_crashed(tmp_path: Path) -> None:
     other = ["Thread 0x01 (most recent call first):", *(f'  File "queues.py", line {line}' for line in range(9))]
     own = ["Current thread 0x02 (most recent call first):", '  File "dataset.py", line 7 in __getitem__']
     (tmp_path / "output").write_text("\n".join(["Fatal Python error: Segmentation fault", *other, *own]))
-    assert run_under_memory_guard.last_lines(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]
+    assert start_memory_guard.last_lines(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]
 
 
 class _Alive:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from legroom.loader.measure import memory_guard, run_under_memory_guard
-from legroom.loader.measure.memory_guard import MemoryMeter
+from legroom.loader.measure import memory_guard_script, start_memory_guard
+from legroom.loader.measure.memory_guard_script import MemoryMeter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
 MB = 1 << 20
@@ -44,7 +44,7 @@ class Counters:
 @pytest.fixture
 def counters(tmp_path: Path) -> Any:
     yield Counters(tmp_path)
-    memory_guard.close_files()
+    memory_guard_script.close_files()
 
 
 def test_it_stops_before_memory_runs_out(counters: Counters) -> None:
@@ -61,7 +61,7 @@ def test_it_stops_before_memory_runs_out(counters: Counters) -> None:
 def test_an_oom_kill_that_it_did_not_see_coming_stops_the_rest(counters: Counters) -> None:
     meter = MemoryMeter(counters.where)
     counters.write("kills", "oom_kill_disable 0\noom_kill 1")
-    time.sleep(2 * memory_guard.STAT_S)
+    time.sleep(2 * memory_guard_script.STAT_S)
     assert meter.read() == "ram"
 
 
@@ -69,7 +69,7 @@ def test_the_kernels_peak_is_recorded_with_its_time(counters: Counters) -> None:
     """So the peak of each part of a trial run is known, not only that of the whole."""
     meter = MemoryMeter(counters.where)
     counters.write("peak", 60 * MB)
-    time.sleep(2 * memory_guard.STAT_S)
+    time.sleep(2 * memory_guard_script.STAT_S)
     meter.read()
     counters.write("peak", 80 * MB)
     meter.finish()
@@ -86,7 +86,7 @@ def test_it_opens_no_file_while_the_command_runs(counters: Counters, monkeypatch
 
     monkeypatch.setattr(os, "open", refused)
     monkeypatch.setattr("builtins.open", refused)
-    time.sleep(2 * memory_guard.STAT_S)
+    time.sleep(2 * memory_guard_script.STAT_S)
     assert meter.read() is None and meter.ram == 10 * MB
 
 
@@ -99,25 +99,25 @@ def test_memory_that_others_in_the_cgroup_free_does_not_hide_what_the_command_ta
         child.stdout.readline()
         meter.pid = child.pid
         counters.write("usage", 1 * MB), counters.write("peak", 90 * MB)
-        time.sleep(2 * memory_guard.TREE_S)
+        time.sleep(2 * memory_guard_script.TREE_S)
         assert meter.read() is None
         seen = meter.ram
         counters.write("usage", 90 * MB)  # scarce: a sum over processes would open files
         child.stdin.write(b"\n")
-    time.sleep(2 * memory_guard.TREE_S)
+    time.sleep(2 * memory_guard_script.TREE_S)
     assert meter.read() is None
     meter.finish()
-    assert 40 * MB < seen < 60 * MB and meter.ram == seen + seen // memory_guard.UNSEEN
+    assert 40 * MB < seen < 60 * MB and meter.ram == seen + seen // memory_guard_script.UNSEEN
 
 
 def test_it_knows_whether_others_run_in_the_cgroup(tmp_path: Path) -> None:
-    host, below = run_under_memory_guard.Host(), tmp_path / "below"
+    host, below = start_memory_guard.Host(), tmp_path / "below"
     below.mkdir()
-    assert run_under_memory_guard._others_in_cgroup(host, str(tmp_path))  # unreadable
+    assert start_memory_guard._others_in_cgroup(host, str(tmp_path))  # unreadable
     (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n{os.getppid()}\n")
-    assert not run_under_memory_guard._others_in_cgroup(host, str(tmp_path))
+    assert not start_memory_guard._others_in_cgroup(host, str(tmp_path))
     (below / "cgroup.procs").write_text("999999999\n")
-    assert run_under_memory_guard._others_in_cgroup(host, str(tmp_path))
+    assert start_memory_guard._others_in_cgroup(host, str(tmp_path))
 
 
 def test_it_waits_until_a_killed_command_has_returned_its_memory(
@@ -132,7 +132,7 @@ def test_it_waits_until_a_killed_command_has_returned_its_memory(
         if len(slept) == 3:
             counters.write("usage", 20 * MB)
 
-    monkeypatch.setattr(memory_guard.time, "sleep", sleep)
+    monkeypatch.setattr(memory_guard_script.time, "sleep", sleep)
     meter.wait_released()
     assert len(slept) == 3
 
@@ -140,7 +140,7 @@ def test_it_waits_until_a_killed_command_has_returned_its_memory(
 def test_the_command_is_the_first_that_the_oom_killer_takes(tmp_path: Path) -> None:
     """From its first instruction: an interpreter that still imports its modules is no smaller than ``check``."""
     command = ["/bin/cat", "/proc/self/oom_score_adj"]
-    pid = memory_guard._start({"output": str(tmp_path / "output"), "command": command, "environment": {}})
+    pid = memory_guard_script._start({"output": str(tmp_path / "output"), "command": command, "environment": {}})
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (tmp_path / "output").read_text().strip() == "1000"
 
@@ -162,12 +162,12 @@ def test_a_group_is_ended_without_reading_proc_but_for_what_ignores_sigterm() ->
     with child.stdout:
         tracker, worker = map(int, child.stdout.readline().split())
     try:
-        memory_guard.kill_without_memory(child.pid)
+        memory_guard_script.kill_without_memory(child.pid)
         assert child.wait(20) == -signal.SIGKILL
         deadline = time.monotonic() + 20
-        while worker in memory_guard._in_group(child.pid) and time.monotonic() < deadline:
+        while worker in memory_guard_script._in_group(child.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert set(memory_guard._in_group(child.pid)) == {tracker}
+        assert set(memory_guard_script._in_group(child.pid)) == {tracker}
     finally:
         os.kill(tracker, signal.SIGKILL)
 
@@ -182,7 +182,7 @@ def test_a_resource_tracker_that_has_just_been_forked_is_known() -> None:
         with child.stdout:
             child.stdout.readline()
         try:
-            assert memory_guard._in_group(child.pid) == {child.pid: blocks}
+            assert memory_guard_script._in_group(child.pid) == {child.pid: blocks}
         finally:
             child.kill()
             child.wait()
@@ -192,7 +192,7 @@ def test_a_fork_that_is_not_the_guard_closes_its_files(counters: Counters) -> No
     before = len(os.listdir("/proc/self/fd"))
     MemoryMeter(counters.where)
     assert len(os.listdir("/proc/self/fd")) > before
-    memory_guard.close_files()
+    memory_guard_script.close_files()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -208,6 +208,6 @@ def test_it_waits_until_torch_has_unlinked_the_files_of_ended_processes(
         if len(slept) == 3:
             left.unlink()
 
-    monkeypatch.setattr(memory_guard.time, "sleep", sleep)
-    memory_guard._wait_unlinked(str(tmp_path), {earlier.name})
+    monkeypatch.setattr(memory_guard_script.time, "sleep", sleep)
+    memory_guard_script._wait_unlinked(str(tmp_path), {earlier.name})
     assert len(slept) == 3

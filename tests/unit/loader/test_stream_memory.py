@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stream_data import ids, write
 
 from legroom.errors import BudgetTooSmall
-from legroom.formats.data_file import SourceFile
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.parquet_reader import from_footer, from_headers, row_groups
 from legroom.loader.stream import parquet_row_groups, stream_memory
 from legroom.loader.stream.stream_dataset import stream

@@ -56,7 +56,7 @@ def test_the_sampler_survives_a_store_that_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("index.html", "gpu-copies"), ("parts.js", "gpuCopies"), ("watch.js", "gpuCopies")]
+    ("name", "part"), [("index.html", "gpu-copies"), ("cards_and_tables.js", "gpuCopies"), ("watch.js", "gpuCopies")]
 )
 def test_the_page_has_a_table_for_them(name: str, part: str) -> None:
     page = Path(__file__).parents[3] / "src" / "legroom" / "monitor" / "web_page" / name

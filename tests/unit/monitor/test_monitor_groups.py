@@ -62,7 +62,7 @@ def test_the_sampler_reads_groups_within_its_share_of_the_time_and_survives_erro
     assert found == [(GROUP,), None, (GROUP,)]
 
 
-@pytest.mark.parametrize("name", ["index.html", "parts.js", "watch.js"])
+@pytest.mark.parametrize("name", ["index.html", "cards_and_tables.js", "watch.js"])
 def test_the_page_has_a_table_for_them(name: str) -> None:
     page = Path(__file__).parents[3] / "src" / "legroom" / "monitor" / "web_page" / name
     assert "groups" in page.read_text()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from legroom.cache import recent_remote_versions
-from legroom.remote import object_store
+from legroom.remote import request_retries
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(folder))
     monkeypatch.setattr(recent_remote_versions, "_here", {})
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(request_retries, "_FIRST_PAUSE", 0.01)
     return tmp_path / "shm" / f"legroom-{os.geteuid()}"
 
 

@@ -25,7 +25,7 @@ import legroom
 from legroom import errors
 from legroom.cache import drop_and_gc, list_and_verify, recent_remote_versions
 from legroom.cache.download import PIECE
-from legroom.remote import object_store
+from legroom.remote import request_retries
 from object_server import Objects, faulty_proxy, object_server
 
 Encode = Callable[[Any], bytes]
@@ -241,7 +241,7 @@ def test_cut_connections_are_resumed(shm: Path, npy: Encode) -> None:
 def test_a_server_that_always_cuts_is_an_error_and_what_arrived_is_kept(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
     with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
         url = f"http://127.0.0.1:{faults.port}/x.npy"
 
@@ -348,7 +348,7 @@ def test_kill_in_the_middle_and_resume(shm: Path, npy: Encode) -> None:
 def test_a_damaged_piece_of_an_earlier_attempt_is_fetched_again(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "ATTEMPTS", 1)
+    monkeypatch.setattr(request_retries, "ATTEMPTS", 1)
     with object_server(x__npy=npy(ROWS)) as server:
 
         def refuse(method: str, offset: int) -> None:
@@ -397,7 +397,7 @@ def test_gc_removes_abandoned_downloads_and_keeps_young_ones(shm: Path, npy: Enc
 
 
 def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
     with object_server(x__npy=npy(ROWS)) as server:
         query = "?X-Amz-Signature=sesame&token=sesame"
         with pytest.raises(errors.NoSuchObject) as gone:
@@ -407,7 +407,7 @@ def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatc
             legroom.open(server.url("x.npy", "me:sesame@") + query)
         server.need = None
         server.before = lambda method, _: time.sleep(3) if method == "GET" else None
-        monkeypatch.setattr(object_store, "_TIMEOUTS", 1)
+        monkeypatch.setattr(request_retries, "_TIMEOUTS", 1)
         monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.5")
         with pytest.raises(errors.RemoteTimeout) as slow:
             legroom.open(server.url("x.npy") + query)

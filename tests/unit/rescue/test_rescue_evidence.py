@@ -14,17 +14,17 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, make_job_cgroup
-from legroom.rescue.job_attempt import (
-    EvidenceCollector,
-    RunningAttempt,
-    RunOptions,
+from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
+from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
+from legroom.rescue.job_sampling import (
+    JobSampler,
     StallDetector,
     cpu_seconds,
-    hangs_on_shm,
-    held_shm,
-    refused_shm,
+    recent_rate,
+    seconds_unread,
+    thinned,
+    worst_stall,
 )
-from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.rescue.verdict import classify

@@ -6,11 +6,11 @@
     measure_dataset_in_child   the same in a child process that may crash
     dataloader_throughput      throughput of a DataLoader, cost of sending a batch, time of a training step
     dataloader_trial           in a child: a DataLoader with given settings, for its peak memory
-    forked_collections         garbage collections in its processes, which copy memory that they share
+    gc_in_forked_workers       garbage collections in its processes, which copy memory that they share
     start_dataloader_trial     starts the trial under the guard and reads its result
     batch_reproducibility      makes batches twice in different processes, for check --share
-    run_under_memory_guard     runs any child process under the memory guard
-    memory_guard               the guard: a script that watches memory and stops the child while enough is free
+    start_memory_guard         runs any child process under the memory guard, and reads how it ended
+    memory_guard_script        the guard, a process of its own: watches memory, stops the child while enough is free
 
 Code of a named dataset runs in child processes alone.
 """

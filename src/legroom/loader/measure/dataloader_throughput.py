@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from legroom.advice.recommend_settings import Step
+from legroom.advice.choose_tuned_settings import Step
 from legroom.errors import UsageError
 from legroom.loader.measure.dataset_samples import Clock, draw_samples
 from legroom.loader.measure.import_dataset import is_iterable, length

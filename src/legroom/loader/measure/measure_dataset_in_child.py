@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
-from legroom.loader.measure import memory_guard
+from legroom.loader.measure import memory_guard_script
 from legroom.loader.measure.dataloader_throughput import run_loader
 from legroom.loader.measure.dataloader_trial import prefer_kill, traceback_tail
 from legroom.loader.measure.dataset_bytes_and_seconds import FIX, measure
 from legroom.loader.measure.import_dataset import find_dataset, split_name
-from legroom.loader.measure.run_under_memory_guard import (
+from legroom.loader.measure.start_memory_guard import (
     GuardedRun,
     child_environment,
     fork_guarded,
@@ -137,7 +137,7 @@ def _run_unguarded(line: list[str], folder: Path, timeout: float) -> GuardedRun:
             status = None
         finally:
             if hasattr(os, "killpg"):
-                memory_guard.end_group(child.pid)
+                memory_guard_script.end_group(child.pid)
             else:
                 child.kill()
             child.wait()

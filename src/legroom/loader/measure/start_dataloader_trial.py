@@ -12,8 +12,8 @@ from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.measure.measure_dataset_in_child import measured_from
-from legroom.loader.measure.memory_guard import RESERVE
-from legroom.loader.measure.run_under_memory_guard import (
+from legroom.loader.measure.memory_guard_script import RESERVE
+from legroom.loader.measure.start_memory_guard import (
     GuardedRun,
     become_guard,
     folder_of_earlier_run,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.formats.arrow_reader import BatchSizes, read_layout
-from legroom.formats.data_file import SourceFile
+from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.table_reader import arrow_errors, buffer_count
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
 from legroom.messages import phrase, say

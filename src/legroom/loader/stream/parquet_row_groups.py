@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.parquet_reader import ColumnChunk, Pages, from_footer, from_headers, row_groups
 from legroom.formats.table_reader import arrow_errors, children, without_dictionaries
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable

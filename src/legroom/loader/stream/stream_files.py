@@ -20,8 +20,8 @@ from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import MissingKey, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader
 from legroom.formats.base_reader import missing_key
-from legroom.formats.data_file import SourceFile, unreadable
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import SourceFile, unreadable
 from legroom.formats.table_reader import arrow_errors
 from legroom.loader.stream import arrow_ipc, parquet_row_groups
 from legroom.messages import listed, phrase, say

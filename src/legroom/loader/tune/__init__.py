@@ -1,6 +1,6 @@
 """``legroom.tune``: DataLoader settings chosen by measuring.
 
-    tuning               legroom.tune, and the same for a dataset that is named on the command line
+    legroom_tune         legroom.tune, and the same for a dataset that is named on the command line
     remembered_settings  settings that worked, kept between runs; not used on a machine with more memory
 
 The measurements are in ``loader/measure``, the choice is in ``legroom.advice``.

@@ -1,8 +1,8 @@
 // Wires the stream of events to the page.
 
 import {addDot, draw} from "./chart.js";
-import * as parts from "./parts.js";
-import * as perProcess from "./processes.js";
+import * as page from "./cards_and_tables.js";
+import * as perProcess from "./process_charts.js";
 import {duration, timeOfDay} from "./words.js";
 
 const SPANS = [["5 min", 300], ["1 h", 3600], ["all", Infinity]];
@@ -10,33 +10,33 @@ const sorting = {key: "pss", down: true};
 let span = 300, now = null, courses = {}, heard = 0, source = null;
 
 function state(kind, words) {
-  const node = parts.byId("state");
+  const node = page.byId("state");
   node.dataset.state = kind;
   if (node.textContent !== words) node.textContent = words;
 }
 
 function show() {
   if (!now) return;
-  parts.byId("watched").textContent = now.watched;
+  page.byId("watched").textContent = now.watched;
   document.title = now.alarms.length ? `(${now.alarms.length}) legroom watch` : "legroom watch";
   const last = now.when, first = Math.max(now.began, last - span);
-  parts.dropPools(new Set(now.pools.map((pool) => pool.name)));
+  page.dropPools(new Set(now.pools.map((pool) => pool.name)));
   for (const pool of now.pools) {
     const here = now.alarms.filter((alarm) => alarm.pool === pool.name).map((alarm) => alarm.level);
     const dots = courses[pool.name] ?? [];
-    const card = parts.poolCard(pool, here.includes("critical") ? "critical" : here[0], dots.some((dot) => dot[1] !== null));
+    const card = page.poolCard(pool, here.includes("critical") ? "critical" : here[0], dots.some((dot) => dot[1] !== null));
     card.axis.firstChild.textContent = `${duration(last - first)} ago`;
     if (pool.size !== 0) draw(card.svg, pool, dots, {first, last, marks: now.marked, spells: now.spells});
   }
-  parts.alarms(now.alarms);
-  parts.kernel(now);
-  parts.script(now.said);
-  parts.processes(now, sorting, openProcess);
+  page.alarms(now.alarms);
+  page.kernel(now);
+  page.script(now.said);
+  page.processes(now, sorting, openProcess);
   perProcess.show(now, span);
-  parts.entries(now.entries);
-  parts.groups(now.groups ?? null);
-  parts.gpuCopies(now.gpu_copies ?? null);
-  parts.cost(now);
+  page.entries(now.entries);
+  page.groups(now.groups ?? null);
+  page.gpuCopies(now.gpu_copies ?? null);
+  page.cost(now);
 }
 
 function take(moment) {
@@ -76,7 +76,7 @@ function end() {
 }
 
 function spanButtons() {
-  parts.byId("spans").replaceChildren(...SPANS.map(([name, seconds]) => {
+  page.byId("spans").replaceChildren(...SPANS.map(([name, seconds]) => {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = name;
@@ -90,7 +90,7 @@ function sort(key) {
   sorting.down = sorting.key === key ? !sorting.down : key !== "command" && key !== "pid";
   sorting.key = key;
   const focused = document.activeElement?.closest("#process-head") !== null;
-  parts.processHead(sorting, sort);
+  page.processHead(sorting, sort);
   if (focused) document.querySelector("th[aria-sort] button").focus();  // the one that was pressed was replaced
   show();
 }
@@ -100,18 +100,18 @@ function openProcess(pid) {
   show();
 }
 
-parts.processHead(sorting, sort);
-parts.byId("close-process").onclick = () => openProcess(null);
+page.processHead(sorting, sort);
+page.byId("close-process").onclick = () => openProcess(null);
 spanButtons();
 begin();
 addEventListener("resize", show);
 // A page that nobody sees asks for nothing: browsers allow few connections to one address.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) end();
-  else if (parts.byId("state").dataset.state !== "ended") { end(); begin(); }
+  else if (page.byId("state").dataset.state !== "ended") { end(); begin(); }
 });
 setInterval(() => {
-  if (source && now && parts.byId("state").dataset.state === "live" && Date.now() - heard > 5000 * now.interval + 5000) {
+  if (source && now && page.byId("state").dataset.state === "live" && Date.now() - heard > 5000 * now.interval + 5000) {
     state("late", `no sample since ${timeOfDay(now.when)}`);
   }
 }, 1000);

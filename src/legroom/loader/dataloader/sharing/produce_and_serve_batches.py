@@ -2,8 +2,8 @@
 
 The main thread takes batches from an ordinary ``legroom.DataLoader`` over an endless sequence of positions. A batch
 stays in the slot that its worker wrote; trainers get the slot's descriptor. A second thread serves the sockets. Both
-change the window (``batches_kept_for_trainers.py``) under one lock, and neither waits for a trainer: messages that do
-not fit into a socket's buffer are sent later.
+change the window (``batch_window_and_late_joiners.py``) under one lock, and neither waits for a trainer: messages that
+do not fit into a socket's buffer are sent later.
 
 The process ends when the last connection is closed. Its workers are killed by the kernel with it.
 """
@@ -29,7 +29,7 @@ from legroom.errors import BatchLost, BudgetTooSmall, ProducerFailed, WorkerDied
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
 from legroom.loader.dataloader.memory_slots import Slot
-from legroom.loader.dataloader.sharing.batches_kept_for_trainers import Answer, Entry, Window
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, Entry, Window
 from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.gpu_ring import GpuRings
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles

@@ -24,7 +24,7 @@ from typing import Any
 from legroom.cache.locks import Lock
 from legroom.errors import ShareMismatch, Unpicklable
 from legroom.loader.dataloader.collate import arena_unavailable
-from legroom.loader.dataloader.sharing.batches_kept_for_trainers import JOIN_S
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches
 from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from legroom.loader.dataloader.sharing.batches_kept_for_trainers import JOIN_S, RETURN_S, Answer, Entry, Window
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S, RETURN_S, Answer, Entry, Window
 
 LENGTH = 10
 

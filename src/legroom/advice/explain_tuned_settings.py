@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from legroom.advice.memory_need import need
-from legroom.advice.recommend_settings import (
+from legroom.advice.choose_tuned_settings import (
     Choice,
     Climbed,
     TuneRequest,
@@ -20,6 +19,7 @@ from legroom.advice.recommend_settings import (
     plan_of,
     workload,
 )
+from legroom.advice.memory_need import need
 from legroom.messages import joined, phrase, say
 from legroom.records import CompleteLoaderSettings, Lever, Machine, Measured, Need, Plan, Settings
 from legroom.units import format_size

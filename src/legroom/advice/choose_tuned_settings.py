@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import log, sqrt
 
-from legroom.advice.doctor_settings import usable_cores
 from legroom.advice.fit_on_machine import fit, per_rank, smaller_batches
 from legroom.advice.memory_need import need
+from legroom.advice.safe_settings_for_doctor import usable_cores
 from legroom.errors import UsageError
 from legroom.messages import joined, listed, say
 from legroom.records import (

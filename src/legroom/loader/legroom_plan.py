@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from legroom.advice.job_description import Batch, DataRows, Demand, batch_of, data_rows, workload_of
-from legroom.advice.plan_jobs import plan_for
+from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.errors import NoSuchProcess, UsageError
 from legroom.messages import counted, joined, listed, phrase, say
 from legroom.probe.find_running_jobs import job, jobs

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
+from legroom.advice.choose_tuned_settings import Climbed, Step, TuneRequest, choose, climb
+from legroom.advice.choose_tuned_settings import preset as named_preset
+from legroom.advice.explain_tuned_settings import changes, settle
 from legroom.advice.fit_on_machine import per_rank
-from legroom.advice.recommend_settings import Climbed, Step, TuneRequest, choose, climb
-from legroom.advice.recommend_settings import preset as named_preset
-from legroom.advice.settings_with_reasons import changes, settle
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.dataloader_throughput import run_loader_in_child, time_step
 from legroom.loader.measure.dataset_bytes_and_seconds import measure

@@ -1,4 +1,5 @@
-// The parts of the page other than charts. Whatever a process is called is set as text, never as markup.
+// Everything on the page but charts: alarms, pool cards, tables of entries, groups and processes. Whatever a process is
+// called is set as text, never as markup.
 
 import {duration, percent, size, timeOfDay} from "./words.js";
 

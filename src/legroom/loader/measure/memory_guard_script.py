@@ -1,10 +1,10 @@
 """Runs a command, watches its RAM and /dev/shm, and stops it before memory runs out.
 
-A script without imports of Legroom, run as ``python -S memory_guard.py PLAN``: beside a job that only just fits, the
-memory of the guard itself matters. It reads every millisecond how much memory is used more than at the start: from the
-cgroup's counters if the command is alone in its cgroup, else as the sum over its processes, because memory that others
-free would hide what the command takes. The plan (run_under_memory_guard.py) has the files to read, the command to run
-and the program to start afterwards.
+A script without imports of Legroom, run as ``python -S memory_guard_script.py PLAN``: beside a job that only just fits,
+the memory of the guard itself matters. It reads every millisecond how much memory is used more than at the start: from
+the cgroup's counters if the command is alone in its cgroup, else as the sum over its processes, because memory that
+others free would hide what the command takes. The plan (start_memory_guard.py) has the files to read, the command to
+run and the program to start afterwards.
 
 While memory is scarce, the guard opens no file and allocates no kernel memory: where the cgroup is full, that would
 let the OOM killer choose among the processes that have not been killed yet, and the guard may be the last of them.

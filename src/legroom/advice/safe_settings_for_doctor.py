@@ -8,33 +8,14 @@ that header, and counting it always costs at most a page.
 
 from __future__ import annotations
 
+from legroom.advice.memory_need import PAGE, TENSOR_HEADER, batches_in_flight, semaphores
 from legroom.messages import say
 from legroom.records import Machine, SafeSettings
 from legroom.units import format_size
 
-PAGE = 4096
-_HEADER = 64
-_QUEUE, _EVENT = 3, 5  # semaphores of a multiprocessing.Queue and of an Event
 _HEADROOM = 0.8  # the rest is for other processes and kept batches
 _CHOICES = ((4, 2), (2, 2), (1, 1))
 _PIN_ROOM = 0.1  # pinned memory cannot be reclaimed: do not pin if less than this share of RAM is free
-
-
-def batches_in_flight(workers: int, prefetch: int, *, again: bool = False) -> int:
-    """How many batches torch's DataLoader may keep in /dev/shm at once.
-
-    ``again``: workers restart every epoch. When they are forked, the loop variable still refers to the last batch of
-    the previous epoch; they inherit its mapping and keep it alive until their own epoch ends.
-    """
-    return workers * prefetch + 2 + again if workers else 0
-
-
-def semaphores(workers: int) -> int:
-    """Semaphores of one DataLoader: a queue per worker, one for the results, an event; each takes a page.
-
-    Counted twice, because those of two epochs can overlap.
-    """
-    return 2 * (_QUEUE * (workers + 1) + _EVENT) if workers else 0
 
 
 def largest_batch(room: int, workers: int, prefetch: int, *, making: int = 0) -> int:
@@ -42,7 +23,7 @@ def largest_batch(room: int, workers: int, prefetch: int, *, making: int = 0) ->
     left = int(room * _HEADROOM) - semaphores(workers) * PAGE
     pages = left // (batches_in_flight(workers, prefetch, again=True) + making) // PAGE
     # Printing three digits may round up, and one byte more would be another page per batch: subtract that.
-    return max(0, pages * PAGE - _HEADER - pages * PAGE // 128)
+    return max(0, pages * PAGE - TENSOR_HEADER - pages * PAGE // 128)
 
 
 def safe_settings(machine: Machine) -> tuple[SafeSettings, ...]:

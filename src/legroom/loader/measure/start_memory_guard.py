@@ -1,4 +1,4 @@
-"""Runs a child process that may need more memory than is free, under a guard (memory_guard.py).
+"""Runs a child process that may need more memory than is free, under a guard (memory_guard_script.py).
 
 The guard runs beside this process, in its place if the program has nothing else to do, or is this process itself, for a
 fork of it. measure_dataset_in_child.py and dataloader_trial.py run in the child.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from legroom.loader.measure import memory_guard
+from legroom.loader.measure import memory_guard_script
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory
 
@@ -82,7 +82,7 @@ def fork_guarded(work: Callable[[], None], folder: Path, timeout: float) -> Guar
             return pid
         try:
             os.setsid()
-            memory_guard.close_files()
+            memory_guard_script.close_files()
             _output_to(folder / "output")
             if torch := sys.modules.get("torch"):
                 torch.set_num_threads(1)  # its other threads are not in a fork, and it would wait for them
@@ -91,7 +91,7 @@ def fork_guarded(work: Callable[[], None], folder: Path, timeout: float) -> Guar
         finally:
             os._exit(0)
 
-    return _guarded_run(memory_guard.run_watched(plan, start, beside=parent), before)
+    return _guarded_run(memory_guard_script.run_watched(plan, start, beside=parent), before)
 
 
 def _output_to(path: Path) -> None:
@@ -135,7 +135,7 @@ def _guarded_run(found: dict[str, Any], kills_before: int | None) -> GuardedRun:
     return GuardedRun(**{**found, "history": tuple(found["history"])}, killed=killed)
 
 
-_GUARD = (sys.executable, "-S", "-E", "-B", str(Path(memory_guard.__file__).resolve()))
+_GUARD = (sys.executable, "-S", "-E", "-B", str(Path(memory_guard_script.__file__).resolve()))
 
 
 def _plan(command: Sequence[str], folder: Path, timeout: float, again: Sequence[str] = ()) -> Path:
@@ -187,9 +187,9 @@ def _memory_files(host: Host) -> dict[str, Any]:
         "peak": f"{levels[0]['path']}/{peak}" if levels else None,
         "kills": f"{levels[0]['path']}/{'memory.oom_control' if old else 'memory.events'}" if levels else None,
         "reclaimable": [*names],
-        "reserve": memory_guard.bytes_kept_free(together),
+        "reserve": memory_guard_script.bytes_kept_free(together),
         "shm": "/dev/shm",
-        "shm_reserve": memory_guard.SHM_RESERVE,
+        "shm_reserve": memory_guard_script.SHM_RESERVE,
     }
 
 
