@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray_rig
+import rig_cleanup
 
 from object_server import Objects, object_server
 
@@ -159,7 +160,7 @@ def test_a_password_in_a_url_is_nowhere_on_the_nodes(
 
     def look(method: str, _: int) -> None:
         for node in nodes.nodes:
-            for pid in ray_rig._inside(node.net):
+            for pid in rig_cleanup.inside(node.net):
                 for name in ("cmdline", "comm"):
                     with suppress(OSError):
                         titles.add(Path(f"/proc/{pid}/{name}").read_text(errors="replace"))
