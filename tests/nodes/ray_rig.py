@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -173,12 +174,35 @@ class Cluster:
         self, command: Sequence[str], timeout: float = 240, token: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on the head, with the cluster's token or another."""
-        environment = {**os.environ, **self._environment(), "RAY_ADDRESS": self.address}
+        environment = self._environment_of_driver()
         environment["RAY_AUTH_TOKEN"] = token or self.token
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.run(
             self.head.run(command), capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
         )
+
+    def on_terminal(self, command: Sequence[str], timeout: float = 240) -> tuple[int, str]:
+        """Run a program on the head with a terminal. Returns its exit status and what was drawn."""
+        drawn = bytearray()
+        ours, theirs = os.openpty()
+        process = subprocess.Popen(
+            self.head.run(command), stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT,
+            env={**self._environment_of_driver(), "TERM": "xterm", "COLUMNS": "120"}, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        ends = threading.Timer(timeout, process.kill)
+        ends.start()
+        with suppress(OSError):  # EIO: no process has the terminal open any more
+            while data := os.read(ours, 65536):
+                drawn += data
+        os.close(ours)
+        status = process.wait()
+        ends.cancel()
+        return status, drawn.decode(errors="replace")
+
+    def _environment_of_driver(self) -> dict[str, str]:
+        environment = {**os.environ, **self._environment(), "RAY_ADDRESS": self.address}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        return environment
 
     def wait(self, count: int, seconds: float = 150) -> None:
         """Wait until that many nodes are alive."""
