@@ -25,6 +25,14 @@ import rig_cleanup
 ROOT = Path(__file__).parents[2]
 _TEMPORARY = ("/tmp", "/var/tmp")  # each node has its own
 PORT = 6399
+_ALIVE = """
+import ray, sys, time
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+until = time.monotonic() + float(sys.argv[3])
+while (count := sum(node["Alive"] for node in ray.nodes())) != int(sys.argv[2]) and time.monotonic() < until:
+    time.sleep(0.2)
+print(count)
+"""
 
 
 def why_no_namespaces() -> str | None:
@@ -204,18 +212,20 @@ class Cluster:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return environment
 
-    def wait(self, count: int, seconds: float = 150) -> None:
+    def wait(self, count: int, seconds: float = 240) -> None:
         """Wait until that many nodes are alive."""
-        program = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
         deadline = time.monotonic() + seconds
         said = ""
-        while time.monotonic() < deadline:
-            done = self.driver(program, self.address, timeout=90)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                done = self.driver(_ALIVE, self.address, str(count), str(left), timeout=left + 30)
+            except subprocess.TimeoutExpired:
+                break
             said = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-800:]
             if said == str(count):
                 return
-            time.sleep(1)
-        logs = [Path(f"/tmp/{self.name}-{node.number}.log").read_text(errors="replace")[-600:] for node in self.nodes]
+            time.sleep(0.5)  # Ray does not answer yet
+        logs = {path.name: path.read_text(errors="replace")[-600:] for path in Path("/tmp").glob(f"{self.name}-*.log")}
         raise TimeoutError(f"{said} instead of {count} nodes; their logs end with: {logs}")
 
 
