@@ -26,9 +26,7 @@ _NAME = re.compile(rf"({_PREFIX}(\d+)[a-z])")
 _REMOVER = [sys.executable, __file__]
 _letters = itertools.cycle("abcdefghijklmnopqrstuvwxyz")
 _FOLDERS = ("/run", "/tmp", "/var/tmp", "/dev/shm")
-_SECONDS = (
-    30  # after which what is still there counts as left: the kernel removes namespaces a while after the last process
-)
+_SECONDS = 30  # after which what is still there counts as left: the kernel takes a while to remove a namespace
 
 
 @contextmanager
