@@ -23,7 +23,7 @@ SELDOM := $(SELDOM)|fontTools|mypyc?|networkx|pip|pytorch_lightning|setuptools
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(SELDOM))/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman test-pythons test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman slurm test-pythons test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,8 +116,17 @@ $(VENV)/.ray: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray]' 'ray[train,tune]'
 	touch $@
 
-# As root: namespaces with a network, a /dev/shm and a link limit each. Everything is removed, also after a failure.
-test-nodes: $(VENV)/.ray ## several nodes with Ray or Slurm on this machine; needs root, takes minutes
+slurm: ## Debian's Slurm, for the tests with several nodes; installed where that is allowed
+	@PATH=$$PATH:/usr/sbin; command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || { \
+	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	    && export DEBIAN_FRONTEND=noninteractive \
+	    && { apt-get install -y -qq --no-install-recommends slurm-wlm munge || { apt-get update -qq \
+	         && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }; } \
+	       >/dev/null 2>&1 </dev/null && command -v slurmctld >/dev/null; } \
+	|| echo "slurm-wlm and munge are not installed and could not be: nothing is tested with Slurm"
+
+# As root: namespaces with a network, a /dev/shm and a link limit each. Everything is removed, also after a failure or a kill.
+test-nodes: $(VENV)/.ray slurm ## several nodes with Ray or Slurm on this machine; needs root, takes minutes
 	$(BIN)/python -m pytest -p no:cacheprovider -m nodes tests/nodes
 
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch

@@ -85,14 +85,13 @@ def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _stores: tuple[str, str]
-) -> Iterator[None]:
+def _own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test depends on the switches of the person who runs it, on their cached data, nor on the language."""
     for name in [name for name in os.environ if name.startswith("LEGROOM_")]:
         monkeypatch.delenv(name)
     if request.path.relative_to(Path(__file__).parent).parts[0] not in _OWN_LIMITS:
-        for name, folder in zip(("LEGROOM_SHM", "LEGROOM_DIR"), _stores, strict=True):
+        stores = request.getfixturevalue("_stores")
+        for name, folder in zip(("LEGROOM_SHM", "LEGROOM_DIR"), stores, strict=True):
             monkeypatch.setenv(name, folder)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")

@@ -83,6 +83,23 @@ def test_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
         assert ((REPO / page).parent / target).exists(), target
 
 
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", "Each machine has its own copy;"),
+        ("README.zh-CN.md", "每台机器各有一份；"),
+        ("docs/when-not.md", "Each machine has its own copy;"),
+    ],
+)
+def test_what_is_said_of_one_machine_leads_to_the_nodes_of_a_cluster(page: str, sentence: str) -> None:
+    text = (REPO / page).read_text(encoding="utf-8")
+    assert text.count(sentence) == 1
+    assert (
+        text.partition(sentence)[2].split()[0].startswith("[`legroom")
+        and "nodes.md)" in text.partition(sentence)[2][:60]
+    )
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_files_that_developers_are_sent_to_exist(page: str) -> None:
     text = (REPO / page).read_text(encoding="utf-8")

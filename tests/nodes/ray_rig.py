@@ -1,38 +1,54 @@
 """Ray nodes on one machine that see nothing of each other but a network: namespaces, a bridge, a /dev/shm each.
 
-Everything is removed at the end, also after a failure: processes by their ids, then namespaces, then the bridge. What a
-run left that was killed is removed by the next. Only programs with the cluster's token can use its Ray.
+rig_cleanup.py removes everything at the end, also after a failure or a kill. Only programs with the cluster's token can
+use its Ray.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import rig_cleanup
+
 ROOT = Path(__file__).parents[2]
 _TEMPORARY = ("/tmp", "/var/tmp")  # each node has its own
 PORT = 6399
-_PREFIX = "lgnode"  # of every network namespace, link and log of this rig
+_ALIVE = """
+import ray, sys, time
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+until = time.monotonic() + float(sys.argv[3])
+while (count := sum(node["Alive"] for node in ray.nodes())) != int(sys.argv[2]) and time.monotonic() < until:
+    time.sleep(0.2)
+print(count)
+"""
 
 
-def why_not() -> str | None:
-    """Why there can be no such nodes here, or None."""
+def why_no_namespaces() -> str | None:
+    """Why there can be no namespaces with a network here, or None."""
     if os.geteuid() != 0:
         return "namespaces need root"
     for program in ("ip", "tc", "nsenter", "unshare"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
+    return None
+
+
+def why_not() -> str | None:
+    """Why there can be no Ray nodes here, or None."""
+    if reason := why_no_namespaces():
+        return reason
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -58,7 +74,7 @@ class Node:
     def kill(self) -> None:
         """Kill Ray and every program in the node. Its /dev/shm stays, as that of a container that is restarted."""
         kept = self.holder.pid if self.holder is not None else 0
-        for pid in _inside(self.net):
+        for pid in rig_cleanup.inside(self.net):
             if pid != kept:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -72,22 +88,35 @@ class Node:
         Its file keeps every page that was ever written.
         """
         found = 0
-        for pid in _inside(self.net):
+        for pid in rig_cleanup.inside(self.net):
             for one in _open_files(pid):
                 with suppress(OSError):
                     if os.readlink(one).startswith("/dev/shm/plasma"):
                         found = max(found, os.stat(one).st_blocks * 512)
         return found
 
-    def remove(self) -> None:
-        """Kill everything in the node, and its file systems with it."""
-        self.kill()
-        if self.holder is not None:
-            self.holder.kill()
-            self.holder.wait()
-            if self.holder.stdout is not None:
-                self.holder.stdout.close()
-            self.holder = None
+    def hold(self, shm: str, environment: dict[str, str]) -> None:
+        """Start the process that holds its namespaces, with file systems of its own."""
+        mounts = "; ".join(
+            f"mount -t tmpfs -o size={shm},mode=1777 tmpfs {place}" for place in ("/dev/shm", *_TEMPORARY)
+        )
+        if any(ROOT.is_relative_to(place) for place in _TEMPORARY):  # keep this clone visible below it
+            root = shlex.quote(str(ROOT))
+            mounts = f"mount --bind {root} /mnt; {mounts}; mkdir -p {root}; mount --bind /mnt {root}"
+        self.holder = subprocess.Popen(
+            ["ip", "netns", "exec", self.net, "unshare", "-m", "--propagation", "private", "sh", "-ec", f"{mounts}; echo ready; exec sleep 100000"],
+            stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/", env=environment,
+        )  # fmt: skip
+        assert self.holder.stdout is not None and self.holder.stdout.readline() == b"ready\n"
+
+    def reap(self) -> None:
+        """Ask for the exit status of its processes, which have been killed."""
+        for process in (self.process, self.holder):
+            if process is not None:
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+        self.process = self.holder = None
 
 
 @dataclass
@@ -113,7 +142,7 @@ class Cluster:
         return f"{self.head.address}:{PORT}"
 
     def start(self, node: Node) -> None:
-        """Start Ray on a node, with file systems of its own."""
+        """Start Ray on a node."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
                f"--node-ip-address={node.address}", f"--num-cpus={self.cpus}", f"--object-store-memory={400 << 20}"]  # fmt: skip
         ray += (
@@ -121,12 +150,6 @@ class Cluster:
             if node is self.head
             else [f"--address={self.address}"]
         )
-        mounts = "; ".join(
-            f"mount -t tmpfs -o size={self.shm},mode=1777 tmpfs {place}" for place in ("/dev/shm", *_TEMPORARY)
-        )
-        if any(ROOT.is_relative_to(place) for place in _TEMPORARY):  # keep this clone visible below it
-            root = shlex.quote(str(ROOT))
-            mounts = f"mount --bind {root} /mnt; {mounts}; mkdir -p {root}; mount --bind /mnt {root}"
         environment = {
             **os.environ, "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_memory_monitor_refresh_ms": "0",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_gcs_server_request_timeout_seconds": "120", "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_enable_metrics_collection": "0", "PYTHONUNBUFFERED": "1",
@@ -134,12 +157,6 @@ class Cluster:
         environment |= self._environment()
         for name in ("LEGROOM_SHM", "LEGROOM_DIR", "PYTHONDONTWRITEBYTECODE"):
             environment.pop(name, None)
-        if node.holder is None:
-            node.holder = subprocess.Popen(
-                ["ip", "netns", "exec", node.net, "unshare", "-m", "--propagation", "private", "sh", "-ec", f"{mounts}; echo ready; exec sleep 100000"],
-                stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/",
-            )  # fmt: skip
-            assert node.holder.stdout is not None and node.holder.stdout.readline() == b"ready\n"
         with open(f"/tmp/{self.name}-{node.number}.log", "ab") as log:
             node.process = subprocess.Popen(
                 node.run(ray), env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
@@ -154,7 +171,7 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         return {
             "PYTHONPATH": str(ROOT / "src"), "PYTHONPYCACHEPREFIX": self.compiled,
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "GLOO_SOCKET_IFNAME": "eth0",
+            rig_cleanup.MARK: self.name, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
 
     def driver(self, program: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -165,79 +182,89 @@ class Cluster:
         self, command: Sequence[str], timeout: float = 240, token: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on the head, with the cluster's token or another."""
-        environment = {**os.environ, **self._environment(), "RAY_ADDRESS": self.address}
+        environment = self._environment_of_driver()
         environment["RAY_AUTH_TOKEN"] = token or self.token
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.run(
             self.head.run(command), capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
         )
 
-    def wait(self, count: int, seconds: float = 150) -> None:
+    def on_terminal(self, command: Sequence[str], timeout: float = 240) -> tuple[int, str]:
+        """Run a program on the head with a terminal. Returns its exit status and what was drawn."""
+        drawn = bytearray()
+        ours, theirs = os.openpty()
+        process = subprocess.Popen(
+            self.head.run(command), stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT,
+            env={**self._environment_of_driver(), "TERM": "xterm", "COLUMNS": "120"}, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        ends = threading.Timer(timeout, process.kill)
+        ends.start()
+        with suppress(OSError):  # EIO: no process has the terminal open any more
+            while data := os.read(ours, 65536):
+                drawn += data
+        os.close(ours)
+        status = process.wait()
+        ends.cancel()
+        return status, drawn.decode(errors="replace")
+
+    def _environment_of_driver(self) -> dict[str, str]:
+        environment = {**os.environ, **self._environment(), "RAY_ADDRESS": self.address}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        return environment
+
+    def wait(self, count: int, seconds: float = 240) -> None:
         """Wait until that many nodes are alive."""
-        program = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
         deadline = time.monotonic() + seconds
         said = ""
-        while time.monotonic() < deadline:
-            done = self.driver(program, self.address, timeout=90)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                done = self.driver(_ALIVE, self.address, str(count), str(left), timeout=left + 30)
+            except subprocess.TimeoutExpired:
+                break
             said = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-800:]
             if said == str(count):
                 return
-            time.sleep(1)
-        raise TimeoutError(f"{said} instead of {count} nodes")
+            time.sleep(0.5)  # Ray does not answer yet
+        logs = {path.name: path.read_text(errors="replace")[-600:] for path in Path("/tmp").glob(f"{self.name}-*.log")}
+        raise TimeoutError(f"{said} instead of {count} nodes; their logs end with: {logs}")
+
+
+@contextmanager
+def namespaces(count: int, rate: str | None = None, cpus: int = 1) -> Iterator[Cluster]:
+    """Nodes without Ray, connected by a bridge; ``rate`` limits each node's link in both directions (tc's notation)."""
+    found = None
+    try:
+        with rig_cleanup.named() as name:
+            found = Cluster(name, f"{name}b", f"{_subnet()}.254", rate=rate, cpus=cpus)
+            found.compiled = f"/run/{name}-compiled"  # not in /tmp: each node has its own
+            _ip("link", "add", found.bridge, "type", "bridge")
+            _ip("addr", "add", f"{found.host}/24", "dev", found.bridge)
+            _ip("link", "set", found.bridge, "up")
+            for number in range(count):
+                node = _node(found, number)
+                found.nodes.append(node)
+                node.hold(found.shm, {**os.environ, rig_cleanup.MARK: name})
+            yield found
+    finally:
+        for node in found.nodes if found is not None else ():
+            node.reap()
 
 
 @contextmanager
 def cluster(count: int = 4, rate: str | None = None, cpus: int = 1) -> Iterator[Cluster]:
-    """Ray nodes, connected by a bridge; ``rate`` limits each node's link in both directions (tc's notation)."""
-    name = f"{_PREFIX}{os.getpid()}"
-    found = Cluster(name, f"{name}b", f"{_subnet()}.254", rate=rate, cpus=cpus)
-    found.compiled = f"/run/{name}-compiled"  # not in /tmp: each node has its own
-    _remove_left()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is below is removed then, too
-    try:
-        _ip("link", "add", found.bridge, "type", "bridge")
-        _ip("addr", "add", f"{found.host}/24", "dev", found.bridge)
-        _ip("link", "set", found.bridge, "up")
-        for number in range(count):
-            found.nodes.append(_node(found, number))
+    """Ray nodes."""
+    with namespaces(count, rate, cpus) as found:
         for node in found.nodes:
             found.start(node)
             if node is found.head:
                 found.wait(1)
         found.wait(count)
         yield found
-    finally:
-        for node in found.nodes:
-            node.remove()
-            with suppress(subprocess.CalledProcessError):  # now: with its namespace it would go some time later
-                _ip("link", "del", f"{name}v{node.number}")
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", node.net)
-            with suppress(subprocess.CalledProcessError, OSError):
-                os.unlink(f"/tmp/{name}-{node.number}.log")
-        with suppress(subprocess.CalledProcessError):
-            _ip("link", "del", found.bridge)
-        shutil.rmtree(found.compiled, ignore_errors=True)
 
 
 def _subnet() -> str:
     """Addresses that no other run uses at the same time."""
     return f"10.{77 + os.getpid() // 250 % 100}.{os.getpid() % 250}"
-
-
-def _remove_left() -> None:
-    """Remove the namespaces and bridges of runs that were killed."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    for net, pid in re.findall(rf"^({_PREFIX}(\d+)-\d+)\b", listed, re.MULTILINE):
-        if not os.path.exists(f"/proc/{pid}"):
-            for process in _inside(net):
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", net], capture_output=True)
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
-    for bridge, pid in re.findall(rf" ({_PREFIX}(\d+)b)\b", links):
-        if not os.path.exists(f"/proc/{pid}"):
-            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
 def _node(found: Cluster, number: int) -> Node:
@@ -272,9 +299,3 @@ def _open_files(pid: int) -> list[str]:
         return [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
     except OSError:
         return []
-
-
-def _inside(net: str) -> list[int]:
-    """The processes in a network namespace."""
-    done = subprocess.run(["ip", "netns", "pids", net], capture_output=True, text=True)
-    return [int(word) for word in done.stdout.split()]

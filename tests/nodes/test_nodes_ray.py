@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray_rig
+import rig_cleanup
 
 from object_server import Objects, object_server
 
@@ -126,6 +127,47 @@ def test_a_late_node_is_warmed_by_the_others(nodes: ray_rig.Cluster, server: Obj
     assert server.sent == sent
 
 
+def test_late_nodes_read_together_what_no_entry_contains(nodes: ray_rig.Cluster, server: Objects) -> None:
+    """The entry of an .npz object is not the object's bytes."""
+    file = io.BytesIO()
+    np.savez(file, a=ROWS[:2_000_000], b=ROWS[:1000])
+    server.data["x.npz"] = file.getvalue()
+    size = len(file.getvalue())
+    early, late = nodes.nodes[:2], nodes.nodes[2:]
+    chosen = [word for node in early for word in ("--node", node.address)]
+    _nodes(nodes, "warm", server.url("x.npz"), *chosen)
+    assert server.sent == size
+    found = {one["address"]: one for one in _nodes(nodes, "warm", server.url("x.npz"))["nodes"]}
+    assert [found[node.address]["state"] for node in (*early, *late)] == ["attached"] * 2 + ["loaded"] * 2, found
+    assert sum(found[node.address]["read"] for node in late) == size and server.sent == 2 * size
+
+
+def test_the_progress_of_each_node_is_drawn(nodes: ray_rig.Cluster, server: Objects) -> None:
+    command = [sys.executable, "-m", "legroom", "nodes", "warm", server.url("x.npy"), "--ray", nodes.address]
+    done, screen = nodes.on_terminal(command)
+    assert done == 0, screen
+    for node in nodes.nodes:
+        assert node.address in screen
+    size = f"{len(server.data['x.npy']) / 2**20:.1f}"
+    assert screen.count(f"{size}/{size} MiB") >= 4, screen[-3000:]
+
+
+def test_doctor_shows_the_worst_node_first(nodes: ray_rig.Cluster) -> None:
+    """A node whose /dev/shm is full, which is not the first by its address."""
+    sick = nodes.nodes[2]
+    assert [one["address"] for one in _nodes(nodes, "doctor")["nodes"]] == [node.address for node in nodes.nodes]
+    free = "$(df --output=avail -B1 /dev/shm | tail -1)"
+    subprocess.run(sick.run(["sh", "-ec", f"fallocate -l {free} /dev/shm/full"]), check=True)
+    try:
+        found = _nodes(nodes, "doctor")["nodes"]
+    finally:
+        subprocess.run(sick.run(["rm", "/dev/shm/full"]), check=True)
+    assert found[0]["address"] == sick.address and len(found) == 4
+    first = found[0]["answer"]["findings"][0]
+    assert (first["severity"], first["code"]) == ("critical", "shm-nearly-full"), found[0]["answer"]["findings"]
+    assert "shm-nearly-full" not in json.dumps(found[1:])
+
+
 def test_a_missing_object_is_reported_by_every_node(nodes: ray_rig.Cluster, server: Objects) -> None:
     found = _nodes(nodes, "warm", server.url("gone.npy", "me:sesame@"))
     assert {one["error"]["code"] for one in found["nodes"]} == {"no-such-object"}
@@ -153,13 +195,13 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 def test_a_password_in_a_url_is_nowhere_on_the_nodes(
     nodes: ray_rig.Cluster, server: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in process titles while they load, in stores, in Ray's logs, in results or in errors."""
+    """Not in process titles while they load, in stores, in Ray's logs, in results, in errors or in a report."""
     monkeypatch.setenv("PLANTED", server.url("x.npy", "me:sesame@"))
     titles: set[str] = set()
 
     def look(method: str, _: int) -> None:
         for node in nodes.nodes:
-            for pid in ray_rig._inside(node.net):
+            for pid in rig_cleanup.inside(node.net):
                 for name in ("cmdline", "comm"):
                     with suppress(OSError):
                         titles.add(Path(f"/proc/{pid}/{name}").read_text(errors="replace"))
@@ -175,3 +217,7 @@ def test_a_password_in_a_url_is_nowhere_on_the_nodes(
         places = ["/dev/shm", "/tmp", "/var/tmp"]  # each node's own: the stores and Ray's logs
         found = subprocess.run(node.run(["grep", "-rlaF", "sesame", *places]), capture_output=True, text=True)
         assert found.returncode == 1 and not found.stdout, found
+        same = subprocess.run(node.run(["grep", "-rlaF", "x.npy", "/dev/shm"]), capture_output=True, text=True)
+        assert same.returncode == 0, same  # the URL without its password is there: its entry's manifest
+    report = nodes.on_head([sys.executable, "-m", "legroom", "report", "--show"])
+    assert report.returncode == 0 and report.stdout and "sesame" not in report.stdout + report.stderr

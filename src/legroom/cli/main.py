@@ -186,7 +186,7 @@ def _command_name(arguments: list[str]) -> str:
     words = [word for word in arguments if not word.startswith("-")]
     while words and words[0] not in COMMANDS:  # the value of an option before the command
         del words[0]
-    return ".".join(words[:2] if words[:1] == ["cache"] else words[:1])
+    return ".".join(words[:2] if words[:1] in (["cache"], ["nodes"]) else words[:1])
 
 
 def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:

@@ -185,12 +185,14 @@ def test_what_running_processes_share_was_measured_too(tmp_path: Path, capsys: p
     assert term["source"] == "measured on running jobs: 2, read from the data file"
 
 
-@pytest.mark.parametrize("kind", ["docker", "compose", "kubernetes", "slurm", "fstab"])
+@pytest.mark.parametrize("kind", ["docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab"])
 def test_a_snippet_is_all_that_is_printed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *SEED, "--emit", kind, "--root", CLEAN)
     assert status == 0 and err == ""
     if kind in ("compose", "kubernetes"):
         assert yaml.safe_load(out)
+    if kind == "kubernetes-warm":
+        assert yaml.safe_load(out)["kind"] == "DaemonSet" and "legroom cache load" in out
     assert {"docker": "--shm-size=1g", "fstab": "size=1G"}.get(kind, "") in out
     report = json.loads(_run(capsys, *SEED, "--emit", kind, "--json", "--root", CLEAN)[1])
     assert report["emit"]["text"] + "\n" == out

@@ -1,9 +1,8 @@
-"""A node's part in loading an object with others, without a cluster, and the commands without Ray."""
+"""A node's part in loading an object with others, without a cluster, and the texts of its commands."""
 
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from legroom.cache import recent_remote_versions
 from legroom.cache.download import PIECE
-from legroom.cli.main import run
+from legroom.cache.list_and_verify import listing
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
 from legroom.integrations import ray_cluster
 from legroom.integrations.ray_node_actor import signature
@@ -53,8 +52,11 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
         for first, data, signed in wrong.values():
             with pytest.raises(ValueError, match="damaged, or of another load"):
                 node.receive(first, np.frombuffer(data, np.uint8), signed)
+        assert node._download is not None and node._download.missing() == begun["missing"][8:]  # nothing of it was kept
+        assert listing()[0] == ()  # nor is there an entry before all of it has arrived
         node.receive(8, np.frombuffer(rest, np.uint8), right)
         ended = node.end()
+        assert [entry.key for entry in listing()[0]] == [ended["key"]]
         assert server.sent == 8 * PIECE == ended["read"] and ended["received"] == len(rest)
         assert ended["digest"] == "md5 " + hashlib.md5(content).hexdigest()
         again = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY).begin()
@@ -100,12 +102,6 @@ def test_a_load_that_is_abandoned_keeps_what_it_has(content: bytes) -> None:
         assert again.begin()["missing"] == list(range(8, -(-len(content) // PIECE)))
         again.read(8, -(-len(content) // PIECE))
         assert again.end()["kept"] == 8 * PIECE
-
-
-def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert run(["nodes", "doctor"]) == 2
-    assert "pip install ray" in capsys.readouterr().err
 
 
 def test_texts() -> None:
