@@ -15,6 +15,8 @@ import pytest
 import rigs
 from file_order import position
 from forked_measurements import use_forks
+from freed_memory import anonymous_bytes, return_freed_memory
+from huge_pages import use_huge_pages
 
 from legroom import messages
 
@@ -51,6 +53,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    use_huge_pages()  # thousands of forks follow
 
 
 @cache
@@ -82,6 +85,15 @@ def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     yield in_memory, str(folder)
     for path in (in_memory, folder):
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freed_memory() -> Iterator[None]:
+    """A file whose tests had much memory leaves none of it to the files that follow."""
+    before = anonymous_bytes()
+    yield
+    if anonymous_bytes() > before + (64 << 20):
+        return_freed_memory()
 
 
 @pytest.fixture(autouse=True)

@@ -167,6 +167,10 @@ def main() -> None:
         importlib.import_module(module)
     gc.freeze()  # so that a collection in a fork does not copy all of torch's pages
     gc.enable()
+    sys.path.append(str(Path(__file__).parents[1]))
+    from huge_pages import use_huge_pages
+
+    use_huge_pages()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         verb, *rest = json.loads(line)

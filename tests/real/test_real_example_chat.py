@@ -18,6 +18,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from example_modules import EXAMPLES
+from freed_memory import return_freed_memory
 
 import legroom
 from legroom.units import format_size, parse_size
@@ -171,6 +172,7 @@ def test_each_component_is_counted_where_it_lies() -> None:
     big = 64 << 20
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return_freed_memory()  # of earlier tests, which would go while this one measures
     before = memory.components(model, optimizer)
     assert before["rest"] is not None and before["model"] == 4
     model.weight.data = torch.ones(big // 4, 1)
