@@ -398,7 +398,7 @@ def _why(one: _Candidate, per: Per, *, confirmed: bool) -> tuple[str, ...]:
                    count=one.points[-1][1], more=more)  # fmt: skip
         reasons.append(text)
     if not confirmed:
-        reasons.append(say("the growth of the memory pool does not confirm it"))
+        reasons.append(say("the growth of memory use does not confirm it"))
     return tuple(reasons)
 
 

@@ -128,7 +128,7 @@ def watch_page(timeline: Timeline) -> str:
             ),
             table(
                 say("Pools"),
-                (say("pool"), say("size"), say("peak"), say("share"), say("when")),
+                (say("resource"), say("size"), say("peak"), say("share"), say("when")),
                 (_peak_row(name, points, began) for name, points in pools.items()),
             ),
             table(

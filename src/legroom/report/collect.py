@@ -58,7 +58,7 @@ def collect(attachments: Attachments, host: Host | None = None) -> Collected:
     parts = [
         Part(
             "box.json",
-            say("memory pools, limits, environment and findings, as legroom doctor --json prints them"),
+            say("resources, limits, environment and findings, as legroom doctor --json prints them"),
             machine_object(machine),
         ),
         *attached_parts(attachments, machine),

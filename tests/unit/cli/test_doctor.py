@@ -82,7 +82,7 @@ def test_an_empty_root_is_all_unknown(capsys: pytest.CaptureFixture[str], tmp_pa
     for pool in report["pools"]:
         assert pool["used"] is None and pool["size"] in (None,), pool
     _, text, _ = _run(capsys, "--root", str(tmp_path))
-    assert "no memory pool is running out" not in text and "No findings, but shm, ram could not be read." in text
+    assert "no resource is running out" not in text and "No findings, but shm, ram could not be read." in text
 
 
 @pytest.mark.parametrize("nonsense", ["not json", "[]", "\x00\x01"])
