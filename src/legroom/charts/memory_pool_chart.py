@@ -56,7 +56,7 @@ def pool_chart(
     label = say("Use of each resource over time")
     drawn = {name: points for name, points in pools.items() if points}
     if not drawn:
-        return Drawing(width, 60, label, (Text(20, 34, say("no samples")),))
+        return Drawing(width, 60, label, (Text(20, 34, say("no readings")),))
     times = [point.when for points in drawn.values() for point in (points[0], points[-1])]
     first = min(times) if start is None else start
     scale = Scale(first, max(*times, first + 1.0), _LEFT, width - _RIGHT)

@@ -118,7 +118,7 @@ def _in_second_half(series: _Series, steps: int | None, seconds: float) -> int:
 
 
 def _too_sparse(count: int) -> str:
-    return say("samples in the second half of the run: {count}, which are too few to tell", count=count)
+    return say("readings in the second half of the run: {count}, which are too few to tell", count=count)
 
 
 class _Pools:

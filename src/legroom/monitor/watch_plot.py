@@ -36,7 +36,7 @@ class Plot:
 
     def close(self) -> None:
         if self._timeline.moment is None:
-            self._report(say("no samples: {path} is not drawn", path=self.path))
+            self._report(say("no readings: {path} is not drawn", path=self.path))
             return
         try:
             replace_file(self.path, drawn(self._timeline, self.path.suffix.lower()))

@@ -201,7 +201,7 @@ def _ram_peak_lines(evidence: Evidence) -> list[str]:
     if evidence.ram_unseen is None or seen.share >= _FULL:
         return [line]
     ago = format_duration(evidence.ram_unseen)
-    return [say("{line}; last sampled {ago} before the end", line=line, ago=ago)]
+    return [say("{line}; last read {ago} before the end", line=line, ago=ago)]
 
 
 def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
