@@ -127,7 +127,7 @@ def watch_page(timeline: Timeline) -> str:
                 for pid in largest_pids(timeline.processes.frames(), _DETAILED)
             ),
             table(
-                say("Pools"),
+                say("Resources"),
                 (say("resource"), say("size"), say("peak"), say("share"), say("when")),
                 (_peak_row(name, points, began) for name, points in pools.items()),
             ),
