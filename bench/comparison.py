@@ -86,9 +86,10 @@ def _attach(found: dict[str, Any]) -> Line:
     ours = _row(found, "attach and first row, 368 MB")["value"]
     usual = _row(found, "h5py preload of the same file, warm")["value"]
     words = {
-        "en": "time until a second process has the first row of a 368 MB file that is in the cache; import time not "
-        "included (baseline: h5py reads the whole file)",
-        "zh": "第二个进程读到已在缓存中的 368 MB 文件第一行所需的时间，不含 import 时间（基线：h5py 读入整个文件）",
+        "en": "time until a second process has the first row of a 368 MB file that is already in Legroom's cache, "
+        "without imports (baseline: h5py reads the whole file from the page cache)",
+        "zh": "368 MB 的文件已在 Legroom 缓存中，第二个进程读到第一行所需的时间，不含 import 时间"
+        "（基线：h5py 从页缓存读入整个文件）",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.2f} ms", f"{usual / ours:.0f} ×")
 
@@ -154,10 +155,10 @@ def _parquet(found: dict[str, Any]) -> Line:
     usual = _row(found, "copies held by three ranks, read_table")["value"]
     ours, size = _row(found, "copies held by three ranks, shared")["value"], found["one_copy"] / 1e9
     words = {
-        "en": f"memory that three ranks hold after loading the same Parquet table, whose data are {size:.0f} GB "
-        "(baseline: each rank calls `pyarrow.parquet.read_table`, which keeps more than the data)",
-        "zh": f"三个 rank 加载同一张数据量为 {size:.0f} GB 的 Parquet 表后占用的内存"
-        "（基线：每个 rank 各自调用 `pyarrow.parquet.read_table`，它保留的内存多于数据本身）",
+        "en": f"memory of three ranks that have loaded the same Parquet table with {size:.0f} GB of data (baseline: "
+        "`pyarrow.parquet.read_table` in each rank; Arrow's allocator also keeps memory that decoding has freed)",
+        "zh": f"三个 rank 加载同一张数据量为 {size:.0f} GB 的 Parquet 表后占用的内存（基线：每个 rank 各自调用 "
+        "`pyarrow.parquet.read_table`，解码时释放的内存也留在 Arrow 的分配器中）",
     }
     return Line(words, f"{usual * size:.1f} GB", f"{ours * size:.1f} GB", f"{usual / ours:.1f} ×")
 

@@ -28,7 +28,7 @@ NOT_RUN = [
     (r"--web\b|--prometheus\b", "opens a port that somebody may have"),
     (r"--webhook\b", "speaks to another machine"),
     (r"--on-alarm\b", "waits for an alarm; tests/unit/monitor/test_monitor_outputs.py runs such a command"),
-    (r"--climb\b", "takes ten seconds; tests/unit/loader/test_tune.py climbs"),
+    (r"--(?:benchmark|climb)\b", "takes ten seconds; tests/unit/loader/test_tune.py climbs"),
     (r"\blegroom demo\b", "takes two minutes; tests of its own run it"),
     (
         r"\bsmall\b|\.sh\b",

@@ -131,7 +131,7 @@ def test_a_finished_watch_and_a_file_that_is_none(tmp_path: Path) -> None:
     with _screen("--replay", str(log)) as screen:
         screen.until(b"ended, press q to quit")
         screen.type(b"\x1b[D")
-        screen.until(b"1 of 100 samples back")
+        screen.until(b"1 of 100 readings back")
         screen.type(b"q")
         assert screen.ends() == 0
     log.write_text("nonsense\nnonsense\n")

@@ -158,7 +158,7 @@ def test_it_can_be_read_aloud(fresh: Page, served: WebView) -> None:
     page = fresh
     _shown(page, served.url)
     assert page.value("[...document.querySelectorAll('h1,h2')].map(one => one.textContent)") == [
-        "legroom watch", "Alarms", "Memory pools", "Reported by the script", "Processes", "Groups that share batches",
+        "legroom watch", "Alarms", "Resources", "Reported by the script", "Processes", "Groups that share batches",
         "Copies in GPU memory that processes share", "Cache entries",
     ]  # fmt: skip
     label = page.value("document.querySelector('[data-pool=shm] svg').getAttribute('aria-label')")

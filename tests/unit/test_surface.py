@@ -56,6 +56,16 @@ def test_every_command_has_help_json_a_page_and_a_file(verb: str) -> None:
     assert (REPO / "docs" / f"{verb}.md").is_file()
 
 
+@pytest.mark.parametrize(
+    ("verb", "shown", "earlier"),
+    [("doctor", "--pid", "--job"), ("leak", "--html", "--page"), ("tune", "--benchmark", "--climb")],
+)
+def test_earlier_names_of_options_are_accepted(verb: str, shown: str, earlier: str) -> None:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    assert [one.opts for one in command.params if earlier in one.opts] == [[shown, earlier]]
+
+
 def test_versions_agree() -> None:
     import tomllib
 

@@ -1,6 +1,6 @@
 """DataLoader settings for a measured dataset: fast enough, with the least memory, same effective batch size.
 
-Presets bound the share of free memory and the number of workers. `--climb` raises settings step by step in real runs.
+Presets bound the share of free memory and the number of workers. `--benchmark` raises them step by step in real runs.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _perhaps_copied(parent: int, rates: Sequence[float], workers: int, copied: i
             copied=format_size(copied), why=unread,
         ),
         (
-            say("be sure: the same as root:\nsudo legroom doctor --job {pid}", pid=parent),
+            say("be sure: the same as root:\nsudo legroom doctor --pid {pid}", pid=parent),
             say("find the attribute:\nlegroom check --dataset MODULE:OBJECT --batch N --workers M"),
         ),
     )  # fmt: skip

@@ -273,7 +273,7 @@ def bind(machine: Machine, job: Job) -> Job:
             )  # fmt: skip
             shares.append((process.fds / process.fd_limit, "fds", text))
     if not shares:
-        return replace(job, binds=None, binds_why=say("the sizes of all memory pools it uses are unknown"))
+        return replace(job, binds=None, binds_why=say("the sizes of all resources it uses are unknown"))
     share, name, text = max(shares)
     why = say("{name} is {share:.0%} used, {text}", name=name, share=share, text=text)
     return replace(job, binds=name, binds_why=why)

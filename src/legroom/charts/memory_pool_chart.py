@@ -53,10 +53,10 @@ def pool_chart(
         start: Where the time axis begins; the first point, if not given.
         listed: Whether the alarms are explained under the panels.
     """
-    label = say("Use of each memory pool over time")
+    label = say("Use of each resource over time")
     drawn = {name: points for name, points in pools.items() if points}
     if not drawn:
-        return Drawing(width, 60, label, (Text(20, 34, say("no samples")),))
+        return Drawing(width, 60, label, (Text(20, 34, say("no readings")),))
     times = [point.when for points in drawn.values() for point in (points[0], points[-1])]
     first = min(times) if start is None else start
     scale = Scale(first, max(*times, first + 1.0), _LEFT, width - _RIGHT)

@@ -43,7 +43,7 @@ def stacked_chart(
     ``steps``: the times are numbers of training steps.
     """
     if len(times) < 2 or not layers:
-        return Drawing(width, 60, title, (Text(20, 34, say("no samples")),))
+        return Drawing(width, 60, title, (Text(20, 34, say("no readings")),))
     sums = [sum(layer.values[at] or 0 for layer in layers) for at in range(len(times))]
     top = max(1.0, *sums, *(value or 0 for value in whole)) * 1.05
     x = Scale(times[0] if start is None else start, max(times[-1], times[0] + 1), _LEFT, width - _RIGHT)
@@ -106,7 +106,7 @@ def growth_chart(
     label = say("{pool} over steps, and what makes it grow", pool=pool)
     height = _GROWTH_TOP + _GROWTH_PANEL + _GROWTH_FOOT + _GROWTH_LEGEND * (len(lines) + 1)
     if len(points) < 2:
-        return Drawing(_WIDTH, 60, label, (Text(20, 34, say("no samples")),))
+        return Drawing(_WIDTH, 60, label, (Text(20, 34, say("no readings")),))
     low = min(value for _, value in points)
     whole = [(x, value - low) for x, value in points]
     first, last = points[0][0], points[-1][0]
@@ -119,7 +119,7 @@ def growth_chart(
     steps = round_ticks(last, str) if per == "step" else round_ticks(last, lambda count: f"{count} s")
     counted = say("steps") if per == "step" else say("time")
     shapes: list[Shape] = [
-        Text(12, 22, say("{pool}: growth since the first sample ({size} then)", pool=pool, size=format_size(int(low))),
+        Text(12, 22, say("{pool}: growth since the first reading ({size} then)", pool=pool, size=format_size(int(low))),
              13, bold=True),
         *y_axis(y, ticks, _GROWTH_LEFT, _WIDTH - _GROWTH_RIGHT),
         *x_axis(x, [one for one in steps if one[0] >= first], _GROWTH_TOP + _GROWTH_PANEL, counted),

@@ -27,15 +27,18 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 def command() -> None:
     """Share one copy of a dataset between processes: load, list, remove.
 
-    Every subcommand has --json. FILE is the path or URL that was loaded. KEY is the digest of an entry, or a unique
-    prefix of it, as legroom cache list prints it. NAME is the name given to legroom.freeze().
+    Every subcommand has --json. FILE is the path or URL that was loaded. ID is the hash that legroom cache list
+    prints, or a unique prefix of it. NAME is the name of an object that a script put into the cache with
+    legroom.freeze(..., name=NAME).
     """
 
 
 @command.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
-@click.option("--dtype", metavar="TYPE", help="Read a flat token file as numbers of this type, for example uint16.")
+@click.option(
+    "--dtype", metavar="TYPE", help="Type of the numbers in a raw binary file of token IDs, for example uint16."
+)
 @click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
 @click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
               help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
@@ -103,13 +106,13 @@ def load(
 
 
 @command.command("list")
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
+@click.argument("what", required=False, type=EntryName(), metavar="[FILE|ID|NAME]")
 @_json
 def list_(what: str | None, as_json: bool) -> None:
     """List entries, the processes that use them, and free space.
 
     Also lists copies in GPU memory that processes share, and groups of training runs that share one set of DataLoader
-    workers. With FILE, KEY or NAME, lists only that entry.
+    workers. With FILE, ID or NAME, lists only that entry.
     """
     from legroom.cache.list_and_verify import listing
     from legroom.cache.list_gpu_copies import gpu_copies
@@ -133,7 +136,7 @@ def list_(what: str | None, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("what", type=EntryName(), metavar="FILE|KEY|NAME")
+@click.argument("what", type=EntryName(), metavar="FILE|ID|NAME")
 @_json
 def info(what: str, as_json: bool) -> None:
     """Show all details of one entry; exit 1 if it is not loaded."""
@@ -147,21 +150,21 @@ def info(what: str, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
+@click.argument("what", required=False, type=EntryName(), metavar="[FILE|ID|NAME]")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
 @click.option(
     "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
 )
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
-    """Remove one entry, or every entry with --all.
+    """Remove one entry, or with --all every entry that is not in use.
 
     Without --force, an entry in use is kept, and the exit status is 1.
     """
     from legroom.cache.drop_and_gc import drop as remove
 
     if (what is None) == (not everything):
-        raise click.UsageError(say("pass a file, a key or --all"))
+        raise click.UsageError(say("pass a file, an ID or --all"))
     gone = remove(what, force=force)
     if as_json:
         print_json("cache.drop", reaped_object(gone))
@@ -175,7 +178,8 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     "--free",
     type=SIZE,
     metavar="SIZE",
-    help="Remove least recently used entries until this much is free in /dev/shm and on the disk of the cache.",
+    help="Remove entries that are not in use, least recently used first, until SIZE is free in /dev/shm and SIZE on "
+    "the disk of the cache.",
 )
 @click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
@@ -198,7 +202,7 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
 
 
 @command.command()
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
+@click.argument("what", required=False, type=EntryName(), metavar="[FILE|ID|NAME]")
 @click.option("--no-source", is_flag=True, help="Check only the copies; do not read the source files again.")
 @_json
 def verify(what: str | None, no_source: bool, as_json: bool) -> int:
@@ -325,7 +329,7 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
         return "\n".join(lines)
     lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
     if entry.key != entry.digest:
-        lines.append(f"  {left(say('key'), 8)}{entry.key}")
+        lines.append(f"  {left(say('ID'), 8)}{entry.key}")
     lines += [paragraph(_version_text(entry, version), "  ", "    ") for version in dict.fromkeys(entry.versions[:3])]
     names = [*entry.arrays, *entry.tables]
     column = max((cells(shown(name)) for name in names), default=0)

@@ -22,8 +22,8 @@ from legroom.system.argument_checks import check_integer
 @click.option(
     "--dataset",
     metavar="MODULE:OBJECT",
-    help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. It is run briefly "
-    "in a child process, with the settings given here, to measure its memory.",
+    help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. A child "
+    "process loads samples from it.",
 )
 @click.option(
     "--collate",
@@ -33,11 +33,18 @@ from legroom.system.argument_checks import check_integer
 @click.option(
     "--share",
     is_flag=True,
-    help="Only test whether several runs can share one set of workers: load the same batches in two processes and "
-    "report those that differ (with --dataset).",
+    help="Instead of predicting memory, test whether several runs can share one set of workers: load the same batches "
+    "in two processes and list those that differ (with --dataset).",
 )
 @click.option(
-    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for the trial run.  [default: 60s]"
+    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
+)
+@click.option(
+    "--process-ram",
+    type=SIZE,
+    metavar="SIZE",
+    help="RAM of each rank without batches and parameters; counts if it is more than was measured.  [default: "
+    "measured, else 0]",
 )
 @training_options
 @click.option(
@@ -74,10 +81,14 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Predict whether a training run fits on this machine now, what runs out, and which settings fit.
+    """Predict whether a DataLoader fits in the free /dev/shm and RAM; print what runs out and settings that fit.
 
-    Give the size of a sample with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 1 if the run does
-    not fit, 0 if it fits or the answer is unknown.
+    Give the samples with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. If torch is installed, a child
+    process runs the DataLoader for some seconds and measures it.
+
+    The model counts only if it is in host RAM and given with --params or --process-ram. GPU memory is not predicted.
+
+    Exits 1 if the DataLoader does not fit, 0 if it fits or the answer is unknown.
     """
     if share:
         return _check_share(dataset, collate, batch, timeout, as_json)

@@ -26,7 +26,7 @@ _MOST_HOLDERS = 5
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plain", is_flag=True, help="Print plain text without bars, for screen readers.")
-@click.option("--job", type=int, metavar="PID", help="Also inspect a running process and its children.")
+@click.option("--pid", "--job", "job", type=int, metavar="PID", help="Also inspect this process and its children.")
 @click.option(
     "--match", metavar="REGEX", help="Also inspect every process whose command line matches REGEX, and its children."
 )
@@ -39,7 +39,7 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     Changes nothing on the machine and needs no privileges. Exits 1 if a finding is critical.
     """
     if job is not None and match is not None:
-        raise click.UsageError(say("--job and --match cannot be combined"))
+        raise click.UsageError(say("--pid and --match cannot be combined"))
     host = Host.at(root)
     found = _jobs(host, job, match)
     machine = snapshot(host, pid=str(found[0].pid) if found else "self")
@@ -138,7 +138,7 @@ def as_text(
         lines.append(
             say("No findings, but {names} could not be read.", names=listed(blind))
             if blind
-            else say("No findings: no memory pool is running out.")
+            else say("No findings: no resource is running out.")
         )
     for finding in said:
         lines += [*finding_lines(finding), ""]

@@ -27,7 +27,9 @@ _PRIVATE = 0o700
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.argument("words", nargs=-1, metavar="[--] COMMAND...", type=click.UNPROCESSED)
 @click.option(
+    "--html",
     "--page",
+    "page",
     metavar="FILE",
     help="Write an HTML report with a chart over training steps to FILE; FILE must end in .html.",
 )

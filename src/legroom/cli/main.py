@@ -31,11 +31,14 @@ from legroom.version import VERSION
 # One line each, so that `legroom --help` imports none of the commands.
 COMMANDS = {
     "doctor": phrase("Diagnose memory limits on this machine and print fixes."),
-    "plan": phrase("Estimate the memory that N jobs per GPU need, and how many jobs fit on this machine."),
-    "check": phrase("Predict whether a training run fits on this machine now; print DataLoader settings that fit."),
+    "plan": phrase(
+        "Estimate how much /dev/shm N jobs per GPU need, and how many jobs fit. With --process-ram and --gpu-memory, "
+        "also check RAM and GPU memory."
+    ),
+    "check": phrase("Predict whether a DataLoader fits in the free /dev/shm and RAM; print settings that fit."),
     "tune": phrase(
-        "Find the fastest DataLoader settings that fit in the free memory. With --step-seconds, find those that "
-        "keep the GPU busy with the least memory."
+        "Find the fastest settings for Legroom's DataLoader (with --loader torch: for torch's) that fit in the free "
+        "/dev/shm and RAM. With --step-seconds, find those that keep the GPU busy with the least memory."
     ),
     "watch": phrase(
         "Monitor memory: what is filling up, how fast, which process is filling it, and when it will be full."
@@ -50,7 +53,9 @@ COMMANDS = {
     ),
     "cache": phrase("Share one copy of a dataset between processes: load, list, remove."),
     "nodes": phrase("Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster."),
-    "report": phrase("Write one file for a bug report about Legroom, without private names and secrets."),
+    "report": phrase(
+        "Write a file for a bug report about Legroom; names and secrets that it recognizes become placeholders."
+    ),
     "demo": phrase("Demonstrate Legroom on this machine with real measurements, in about a minute."),
 }
 _HELP = "help"  # a command that the list of commands leaves out

@@ -32,7 +32,7 @@ def command() -> None:
     """Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster.
 
     Ray and Legroom must be installed on every node. Every subcommand has --json. SOURCE is the path or URL that was
-    loaded. KEY is the digest of an entry, or a unique prefix of it, as legroom nodes list prints it.
+    loaded. ID is the hash that legroom nodes list prints, or a unique prefix of it.
     """
 
 
@@ -81,9 +81,9 @@ def warm(
 ) -> int:
     """Load files or URLs into the cache of every node.
 
-    SOURCE is a path or URL. Data at a URL is downloaded only once in total: each node downloads a part, and the nodes
-    exchange the parts. Each node reads the data itself if SOURCE is a path, if --keys is given, or if the server gives
-    no version (such as an ETag) for the URL. Exits 1 if a node failed.
+    The same as legroom cache load, on every node. SOURCE is a path or URL. Data at a URL is downloaded only once in
+    total: each node downloads a part, and the nodes exchange the parts. Each node reads the data itself if SOURCE is a
+    path, if --keys is given, or if the server gives no version (such as an ETag) for the URL. Exits 1 if a node failed.
     """
     from legroom.integrations.ray_cluster import connect
     from legroom.integrations.ray_cluster import warm as load
@@ -99,14 +99,14 @@ def warm(
 
 
 @command.command("list")
-@click.argument("what", required=False, metavar="[SOURCE|KEY]")
+@click.argument("what", required=False, metavar="[SOURCE|ID]")
 @_ray
 @_node
 @_json
 def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
     """List the cache entries of every node.
 
-    With SOURCE or KEY, lists only that entry. Exits 1 if a node failed.
+    With SOURCE or ID, lists only that entry. Exits 1 if a node failed.
     """
     from legroom.integrations.ray_cluster import connect, entries
 
@@ -120,7 +120,7 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 
 
 @command.command()
-@click.argument("what", required=False, metavar="[SOURCE|KEY]")
+@click.argument("what", required=False, metavar="[SOURCE|ID]")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
 @click.option(
     "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
@@ -129,7 +129,7 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 @_node
 @_json
 def drop(what: str | None, everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
-    """Remove one entry on every node, or every entry with --all.
+    """Remove one entry, or with --all all unused ones, on every node.
 
     Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """
@@ -137,7 +137,7 @@ def drop(what: str | None, everything: bool, force: bool, address: str, nodes: t
     from legroom.integrations.ray_cluster import drop as remove
 
     if (what is None) == (not everything):
-        raise click.UsageError(say("pass a file, a key or --all"))
+        raise click.UsageError(say("pass a file, an ID or --all"))
     with connect(address):
         found = remove(what, nodes or None, force=force)
     if as_json:

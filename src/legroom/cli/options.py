@@ -1,4 +1,4 @@
-"""Argument types and options that several commands share: sizes, durations, cache keys, and a job's description."""
+"""Argument types and options that several commands share: sizes, durations, cache entries, and a job's description."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ DURATION = Measure("duration", parse_duration)
 
 
 class EntryName(click.ParamType[str]):
-    """A file or a cache key; shell completion lists the keys in the cache."""
+    """A file or the ID of a cache entry; shell completion lists the IDs in the cache."""
 
-    name = "file|key"
+    name = "file|id"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value)
@@ -89,10 +89,7 @@ _OPTIONS = (
                  help="Batch size of the validation DataLoader (with --val-workers).  [default: that of --batch]"),
     click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
     click.option("--per-process", **_SIZE_OF,
-                 help="/dev/shm that each rank uses, not counting DataLoader batches.  [default: 0]"),
-    click.option("--process-ram", **_SIZE_OF,
-                 help="RAM that each rank uses, not counting batches and parameters; it replaces a measured value.  "
-                      "[default: 0 if nothing is measured]"),
+                 help="/dev/shm that each rank uses; with --batch, without DataLoader batches.  [default: 0]"),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "
                       "example 125M."),

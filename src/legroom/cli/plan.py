@@ -31,7 +31,14 @@ from legroom.units import format_size, size_or_unknown
 @click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches, and use their mean.")
 @click.option("--batch", type=int, metavar="N", help="Batch size per rank (with --data or --sample-bytes).")
 @click.option(
-    "--shared", is_flag=True, help="Add one shared copy of the data in /dev/shm to the estimate (with --data)."
+    "--shared", is_flag=True, help="Count one copy of the data file in /dev/shm that all jobs share (with --data)."
+)
+@click.option(
+    "--process-ram",
+    type=SIZE,
+    metavar="SIZE",
+    help="RAM of each rank without batches and parameters; replaces what --measure or --match found.  [default: "
+    "measured, else 0]",
 )
 @click.option(
     "--nccl", type=SIZE, default=0, metavar="SIZE", help="/dev/shm that NCCL uses in each rank.  [default: 0]"
@@ -47,7 +54,7 @@ from legroom.units import format_size, size_or_unknown
     "--emit",
     type=click.Choice(KINDS),
     help="Print only a configuration snippet that sets the recommended size of /dev/shm. kubernetes-warm: a DaemonSet "
-    "that loads --data on every node.",
+    "that loads data into the cache of every node; put your file or URL into it.",
 )
 @click.option(
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
@@ -68,17 +75,20 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Estimate the memory that N jobs per GPU need, and how many jobs fit on this machine.
+    """Estimate how much /dev/shm N jobs per GPU need, and how many jobs fit on this machine.
 
     Describe one job in one of three ways:
 
-    (1) Give the /dev/shm that each rank uses: --per-process SIZE.
+    (1) Give the /dev/shm that each rank uses: --per-process SIZE. With (3), leave out the batches.
 
     (2) Measure a job that is running: --measure PID or --match REGEX.
 
     (3) Describe its DataLoader: --batch N with --data FILE or --sample-bytes SIZE, and --workers N.
 
     (1) and (3) can be combined. --process-ram, --params, --nccl and --gpu-memory can be added to any of them.
+
+    RAM: (2) measures it, (3) counts the batches; add the rest with --process-ram and --params. GPU memory is checked
+    only with --gpu-memory.
 
     Exits 1 if the jobs do not fit.
     """

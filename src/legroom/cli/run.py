@@ -26,17 +26,18 @@ from legroom.messages import listed, say
     show_default=True,
     type=click.IntRange(0),
     metavar="N",
-    help="After an out-of-memory failure, restart up to N times with settings that use less memory. The script needs "
-    "flags for these settings (see --flag).",
+    help="After an out-of-memory failure, restart up to N times with settings that use less memory. For this, "
+    "COMMAND needs flags that Legroom knows, such as --num_workers, or that you name with --flag.",
 )
 @click.option(
     "--flag",
     "flags",
     multiple=True,
     metavar="SETTING=FLAG",
-    help="With --retries: the script's flag for a setting, for example batch=--bs. SETTING is batch, accumulation, "
-    "workers, prefetch, pin_memory or low_memory (read data on demand). If the script's default for accumulation "
-    "is not 1, append it: accumulation=--acc=16. Can be given several times.",
+    help="Name the script's flag for a setting, if it is not a common one such as --batch_size (with --retries): "
+    "batch=--bs. SETTING is batch, accumulation, workers, prefetch, pin_memory, or low_memory for a flag that makes "
+    "the script read data on demand. If accumulation is not 1 by default, append the default: accumulation=--acc=16. "
+    "Can be given several times.",
 )
 @click.option(
     "--checkpoint",

@@ -44,7 +44,7 @@ from legroom.units import format_size, size_or_unknown
     default=1,
     show_default=True,
     metavar="N",
-    help="Ranks of the whole job (world size); needed for --effective-batch and --params.",
+    help="World size: ranks on all machines, not only on this one. Used by --effective-batch and --params.",
 )
 @click.option(
     "--collate",
@@ -59,9 +59,12 @@ from legroom.units import format_size, size_or_unknown
     help="Fraction of the free RAM and /dev/shm to use: development 25%, production 60%, cluster 90%; default 80%.",
 )
 @click.option(
+    "--benchmark",
     "--climb",
+    "climb",
     is_flag=True,
-    help="Run the DataLoader with more and more workers and prefetch; stop when a run fails or is no faster.",
+    help="Time real runs of the DataLoader instead of estimating: raise workers, then prefetch, until a run fails or "
+    "two are no faster.",
 )
 @click.option(
     "--set",
@@ -74,7 +77,7 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--last",
     is_flag=True,
-    help="Print what tune last found for this dataset when run from this directory; measure nothing.",
+    help="Print the settings that --benchmark last found for this dataset in this directory; measure nothing.",
 )
 @click.option(
     "--emit",
@@ -89,8 +92,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--offload",
     is_flag=True,
-    help="With --emit: offload the optimizer state to CPU memory, and with --zero 3 the parameters as well. "
-    "--emit accelerate needs --zero.",
+    help="Offload the optimizer state to CPU memory; with --zero 3, also the parameters (with --emit deepspeed, or "
+    "with --emit accelerate and --zero).",
 )
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
               help="Mixed precision to write into the file (with --emit).")  # fmt: skip
@@ -98,8 +101,8 @@ from legroom.units import format_size, size_or_unknown
     "--params",
     type=COUNT,
     metavar="N",
-    help="Number of model parameters, for example 7B. Prints how much memory each ZeRO stage saves, with and without "
-    "offload (set --ranks too).",
+    help="Number of parameters of the model, for example 7B: also print the memory that each ZeRO stage saves, with "
+    "and without offload (set --ranks too).",
 )
 @click.option(
     "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
@@ -125,8 +128,8 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Find the fastest DataLoader settings that fit in the free memory. With --step-seconds, find those that keep
-    the GPU busy with the least memory.
+    """Find the fastest settings for Legroom's DataLoader (with --loader torch: for torch's) that fit in the free
+    /dev/shm and RAM. With --step-seconds, find those that keep the GPU busy with the least memory.
 
     Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if no settings fit.
     """
@@ -141,7 +144,10 @@ def command(
     if last:
         found = legroom_tune.last_named(spec)
         if found is None:
-            click.echo(say("no remembered settings for {spec} in this directory", spec=spec), err=True)
+            click.echo(
+                say("no settings stored for {spec} in this directory; tune --benchmark stores them", spec=spec),
+                err=True,
+            )
             return 1
     elif batch is None:
         raise click.UsageError(say("--batch is required: the batch size per rank"))

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 @click.option("--pid", type=int, metavar="PID", help="Watch one process and its children.")
 @click.option("--match", metavar="REGEX", help="Watch processes whose command line matches, and their children.")
 @click.option(
-    "--interval", type=DURATION, default="1s", show_default=True, metavar="TIME", help="Time between samples."
+    "--interval", type=DURATION, default="1s", show_default=True, metavar="TIME", help="Time between readings."
 )
-@click.option("--once", is_flag=True, help="Take one sample and exit; status 1 if an alarm is critical.")
+@click.option("--once", is_flag=True, help="Take one reading and exit; status 1 if an alarm is critical.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-@click.option("--log", metavar="FILE", help="Append every sample to FILE, one JSON object per line.")
-@click.option("--replay", metavar="FILE", help="Show a log written with --log instead of taking samples.")
+@click.option("--log", metavar="FILE", help="Append every reading to FILE, one JSON object per line.")
+@click.option("--replay", metavar="FILE", help="Show a log written with --log instead of reading this machine.")
 @click.option(
     "--prometheus",
     is_flag=False,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     default=5,
     show_default=True,
     metavar="N",
-    help="List the N processes with the most memory every 10 s (with --plain, or not on a terminal).",
+    help="In plain output, list the N processes that use the most memory every 10 s.",
 )
 @click.option(
     "--on-alarm", metavar="CMD", help="Run the shell command CMD for each alarm, with the alarm as JSON on stdin."

@@ -118,7 +118,7 @@ def _in_second_half(series: _Series, steps: int | None, seconds: float) -> int:
 
 
 def _too_sparse(count: int) -> str:
-    return say("samples in the second half of the run: {count}, which are too few to tell", count=count)
+    return say("readings in the second half of the run: {count}, which are too few to tell", count=count)
 
 
 class _Pools:
@@ -398,7 +398,7 @@ def _why(one: _Candidate, per: Per, *, confirmed: bool) -> tuple[str, ...]:
                    count=one.points[-1][1], more=more)  # fmt: skip
         reasons.append(text)
     if not confirmed:
-        reasons.append(say("the growth of the memory pool does not confirm it"))
+        reasons.append(say("the growth of memory use does not confirm it"))
     return tuple(reasons)
 
 

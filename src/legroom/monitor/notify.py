@@ -43,7 +43,7 @@ class Notifier:
         self._queue: queue.Queue[tuple[Alarm, State] | None] = queue.Queue(_MOST_WAITING)
         self._thread = start_daemon_thread(self._work, "legroom-notify")
         if self._thread is None:
-            report(say("samples wait while an alarm is sent: {why}", why=why_no_thread()))
+            report(say("readings wait while an alarm is sent: {why}", why=why_no_thread()))
 
     def show(self, moment: Moment) -> None:
         for alarm in moment.begun:

@@ -248,7 +248,7 @@ class ScreenState:
 
     def _status(self, shown: Snapshot) -> str:
         if self._back:
-            return say("{count} of {all} samples back", count=self._back, all=self.view.kept)
+            return say("{count} of {all} readings back", count=self._back, all=self.view.kept)
         return say("ended, press q to quit") if shown.ended else ""
 
 

@@ -306,7 +306,7 @@ def head_line(sample: Sample | None, status: str, width: int) -> Text:
     stamp = "" if sample is None else time.strftime("%H:%M:%S", time.localtime(sample.when))
     end = f"{status}  {stamp}" if status else stamp
     room = width - line.cell_len - cells(end) - 4
-    what = say("waiting for the first sample") if sample is None else printable(sample.watched)
+    what = say("waiting for the first reading") if sample is None else printable(sample.watched)
     if room > 3:
         shown = Text(f"  {what}", no_wrap=True)
         shown.truncate(room + 2, overflow="ellipsis")

@@ -93,7 +93,7 @@ class BackgroundOutput:
         self._dropped = 0
         self._thread = start_daemon_thread(self._work, "legroom-output")
         if self._thread is None:
-            report(say("a slow output delays the samples: {why}", why=why_no_thread()))
+            report(say("a slow output delays the readings: {why}", why=why_no_thread()))
 
     def show(self, moment: Moment) -> None:
         if self._thread is None:
@@ -106,7 +106,7 @@ class BackgroundOutput:
             self._dropped += 1
             return
         if self._dropped:
-            self._report(say("{count} samples dropped: the output is not read fast enough", count=self._dropped))
+            self._report(say("{count} readings dropped: the output is not read fast enough", count=self._dropped))
             self._dropped = 0
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Plot:
 
     def close(self) -> None:
         if self._timeline.moment is None:
-            self._report(say("no samples: {path} is not drawn", path=self.path))
+            self._report(say("no readings: {path} is not drawn", path=self.path))
             return
         try:
             replace_file(self.path, drawn(self._timeline, self.path.suffix.lower()))
@@ -127,8 +127,8 @@ def watch_page(timeline: Timeline) -> str:
                 for pid in largest_pids(timeline.processes.frames(), _DETAILED)
             ),
             table(
-                say("Pools"),
-                (say("pool"), say("size"), say("peak"), say("share"), say("when")),
+                say("Resources"),
+                (say("resource"), say("size"), say("peak"), say("share"), say("when")),
                 (_peak_row(name, points, began) for name, points in pools.items()),
             ),
             table(

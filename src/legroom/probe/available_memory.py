@@ -49,7 +49,7 @@ def available_on(host: Host, pool: str) -> Available:
     if pool.startswith("gpu") and pool[3:].isdecimal():
         return _gpu(host, pool)
     raise UsageError(
-        say("unknown memory pool {pool!r}", pool=pool),
+        say("unknown resource {pool!r}", pool=pool),
         why=say("valid values: {all}", all="ram, shm, gpu0, gpu1, …"),
         fix=("legroom.available('ram')",),
     )

@@ -58,7 +58,7 @@ def collect(attachments: Attachments, host: Host | None = None) -> Collected:
     parts = [
         Part(
             "box.json",
-            say("memory pools, limits, environment and findings, as legroom doctor --json prints them"),
+            say("resources, limits, environment and findings, as legroom doctor --json prints them"),
             machine_object(machine),
         ),
         *attached_parts(attachments, machine),
@@ -296,7 +296,7 @@ def attached_parts(attachments: Attachments, machine: Machine) -> Iterator[Part]
     if attachments.run is not None:
         yield Part("run.json", say("the report of legroom run"), run_report(attachments.run))
     if attachments.watch is not None:
-        yield Part("watch.json", say("the last alarms and the last sample of the watch"), watch_end(attachments.watch))
+        yield Part("watch.json", say("the last alarms and the last reading of the watch"), watch_end(attachments.watch))
 
 
 def log_end(data: bytes) -> str:

@@ -258,7 +258,7 @@ class JobOutput:
             os.close(channel.end)
             channel.thread = start_daemon_thread(partial(self._pump, channel), "legroom-forward")
             if channel.thread is None:
-                self.reason = say("output is forwarded between two samples: {why}", why=why_no_thread())
+                self.reason = say("output is forwarded between two readings: {why}", why=why_no_thread())
 
     @property
     def threaded(self) -> bool:

@@ -399,7 +399,7 @@ def _why_nothing_helps(cause: Cause) -> str:
     if cause == "worker-killed":
         return say("a worker was killed again, with no sign that memory ran out")
     if cause == "unknown":
-        return say("cause unknown, and the most likely one is not a memory pool that ran out")
+        return say("cause unknown, and the most likely one is not a resource that ran out")
     return say("memory was not the cause: lower settings would not help")
 
 

@@ -156,4 +156,4 @@ def _peaks(attempt: Attempt) -> str:
         (name, amount(name, level.used), amount(name, level.size), f"{level.share * 100:.0f} %")
         for name, level in sorted(attempt.peaks.items())
     ]
-    return table(say("Pools"), (say("pool"), say("peak"), say("size"), say("share")), rows) if rows else ""
+    return table(say("Resources"), (say("resource"), say("peak"), say("size"), say("share")), rows) if rows else ""

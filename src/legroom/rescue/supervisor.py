@@ -296,8 +296,8 @@ def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None
     if verdict is None or verdict.cause != "not-memory" or change is None:
         return verdict
     why = say(
-        "the job failed with an error that does not name a memory pool, right after a change of settings: {change}. "
-        "The change may have caused it.",
+        "the job failed with an error that does not name a resource that ran out, right after a change of settings: "
+        "{change}. The change may have caused it.",
         change=change,
     )  # fmt: skip
     return replace(verdict, summary=why)

@@ -81,7 +81,7 @@ _SUMMARIES: dict[Cause, str] = {
         "a process reached the kernel's limit on memory mappings (vm.max_map_count): each shared tensor "
         "needs one or two."
     ),
-    "not-memory": phrase("the job failed with an error that does not name a memory pool."),
+    "not-memory": phrase("the job failed with an error that does not name a resource that ran out."),
     "unknown": phrase(
         "the evidence does not show the cause. Likely causes follow, most likely first. OOM-killed processes "
         "leave no log."
@@ -225,7 +225,11 @@ def fixes(
         )
     if cause == "unknown":
         return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
-    return (say("read the lines above and the end of the program's output: the error is not about a memory pool"),)
+    return (
+        say(
+            "read the lines above and the end of the program's output: the error does not name a resource that ran out"
+        ),
+    )
 
 
 def _more_ram(runtime: RuntimeEnvironment, ram: int | None, total_ram: int | None) -> tuple[str, ...]:

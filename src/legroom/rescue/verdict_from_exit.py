@@ -201,7 +201,7 @@ def _ram_peak_lines(evidence: Evidence) -> list[str]:
     if evidence.ram_unseen is None or seen.share >= _FULL:
         return [line]
     ago = format_duration(evidence.ram_unseen)
-    return [say("{line}; last sampled {ago} before the end", line=line, ago=ago)]
+    return [say("{line}; last read {ago} before the end", line=line, ago=ago)]
 
 
 def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -309,7 +309,7 @@ def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign is None or _before(signs.text("child-killed"), sign):
         return None
     lines = (quoted_line(sign), exit_line(evidence.ending))
-    summary = say("a process crashed in native code; no sign that a memory pool ran out.")
+    summary = say("a process crashed in native code; no sign that a resource ran out.")
     # A watchdog may have aborted for a reason that a log does not show, such as swap.
     if not evidence.live and signs.first("timeout"):
         return unknown(lines, "not-memory", "ram-oom-kill", "swap-thrash")
@@ -413,7 +413,7 @@ def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
     if evidence.log.lines:
         lines.append(say("no cause found in the log (lines read: {count})", count=evidence.log.lines))
     if evidence.live and _counted_none(evidence):
-        summary = say("it exited by itself; no OOM counter rose and no message names a memory pool that ran out.")
+        summary = say("it exited by itself; no OOM counter rose and no message names a resource that ran out.")
         return RuleResult("not-memory", 0.75, tuple(lines), summary)
     if evidence.log.last_error is not None:
         lines.insert(0, quoted_line(evidence.log.last_error))

@@ -121,7 +121,7 @@ def test_an_unknown_point_breaks_the_line_and_a_single_point_is_visible() -> Non
 
 
 def test_no_points_is_a_picture_too() -> None:
-    assert "no samples" in svg(pool_chart({})) and ET.fromstring(svg(pool_chart({"ram": []}))) is not None
+    assert "no readings" in svg(pool_chart({})) and ET.fromstring(svg(pool_chart({"ram": []}))) is not None
 
 
 def test_the_time_axis_can_begin_before_the_first_point() -> None:

@@ -54,7 +54,7 @@ def test_a_bug_is_still_reported_as_one(tmp_path: Path, capsys: pytest.CaptureFi
     log.write_text("Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n")
     assert run(["explain", "--json", str(log)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "not-memory" and "does not name a memory pool" in report["summary"]
+    assert report["verdict"] == "not-memory" and "does not name a resource" in report["summary"]
     assert report["likely"] == []
 
 

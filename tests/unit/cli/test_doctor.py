@@ -82,7 +82,7 @@ def test_an_empty_root_is_all_unknown(capsys: pytest.CaptureFixture[str], tmp_pa
     for pool in report["pools"]:
         assert pool["used"] is None and pool["size"] in (None,), pool
     _, text, _ = _run(capsys, "--root", str(tmp_path))
-    assert "no memory pool is running out" not in text and "No findings, but shm, ram could not be read." in text
+    assert "no resource is running out" not in text and "No findings, but shm, ram could not be read." in text
 
 
 @pytest.mark.parametrize("nonsense", ["not json", "[]", "\x00\x01"])
@@ -107,8 +107,8 @@ def test_a_pattern_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "(" in err
 
 
-def test_job_and_match_together_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = _run(capsys, "--job", "1", "--match", "x")
+def test_pid_and_match_together_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = _run(capsys, "--pid", "1", "--match", "x")
     assert status == 2 and "cannot be combined" in err
 
 
@@ -139,7 +139,7 @@ def test_a_job_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         [sys.executable, "-c", "import time; time.sleep(60)", "train.py", "--batch_size", "32", "--num_workers=4"]
     )
     try:
-        status, out, _ = _run(capsys, "--json", "--job", str(child.pid))
+        status, out, _ = _run(capsys, "--json", "--pid", str(child.pid))
         text = _run(capsys, "--job", str(child.pid))[1]
     finally:
         child.kill()

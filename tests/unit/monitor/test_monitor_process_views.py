@@ -72,7 +72,7 @@ def test_charts_show_each_process_and_its_kinds_of_memory() -> None:
     assert all(f"pid {pid}: python train.py {pid}" in drawn for pid in (1, 2, 3)) and "RAM in use" in drawn
     assert "anonymous (RssAnon)" in svg(kinds_chart(timeline, 1)) and "VmSwap" not in svg(kinds_chart(timeline, 1))
     assert "train.py:31" in watch_page(timeline)
-    assert "no samples" in svg(processes_chart(Timeline()))
+    assert "no readings" in svg(processes_chart(Timeline()))
 
 
 def test_the_screen_opens_one_process_after_the_other() -> None:

@@ -178,7 +178,7 @@ def test_before_the_first_sample_and_after_the_last() -> None:
 
     async def work(app: Any, pilot: Any) -> None:
         def waits() -> None:
-            assert "waiting for the first sample" in _screen(app)[0]
+            assert "waiting for the first reading" in _screen(app)[0]
 
         def ended() -> None:
             text = "\n".join(_screen(app))

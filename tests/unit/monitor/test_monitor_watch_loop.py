@@ -88,7 +88,7 @@ def test_an_output_that_is_not_read_loses_samples_and_delays_none(monkeypatch: p
     output.show(others[-1])
     output.close()
     assert unread.shown == [0.0, 1.0, 2.0, 3.0, 4.0, 11.0] and unread.closed
-    assert said == ["7 samples dropped: the output is not read fast enough"]
+    assert said == ["7 readings dropped: the output is not read fast enough"]
 
 
 def test_a_stopped_watch_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:

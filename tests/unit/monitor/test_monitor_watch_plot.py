@@ -200,7 +200,7 @@ def test_what_cannot_be_drawn_is_reported_at_once(name: str, tmp_path: Path) -> 
 def test_nothing_seen_leaves_no_file(tmp_path: Path) -> None:
     told: list[str] = []
     Plot(tmp_path / "out.svg", told.append).close()
-    assert "no samples" in told[0] and not (tmp_path / "out.svg").exists()
+    assert "no readings" in told[0] and not (tmp_path / "out.svg").exists()
 
 
 def test_a_disk_that_is_gone_is_reported(tmp_path: Path) -> None:

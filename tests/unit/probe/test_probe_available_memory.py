@@ -81,7 +81,7 @@ def test_unknown_is_none_with_the_reason() -> None:
 
 @pytest.mark.parametrize("pool", ["", "RAM", "gpu", "disk", "gpux"])
 def test_other_pools_are_refused(pool: str) -> None:
-    with pytest.raises(UsageError, match="unknown memory pool"):
+    with pytest.raises(UsageError, match="unknown resource"):
         legroom.available(pool)
 
 

@@ -40,7 +40,7 @@ def test_both_streams_pass_and_the_cause_is_found_in_them(tmp_path: Path) -> Non
     lines = ran.stderr.splitlines()
     assert [line for line in lines if line.startswith("line ")] == [f"line {n}" for n in range(20000)]
     assert "to stderr" in lines and "MemoryError: no memory left" in lines
-    assert any("between two samples: ulimit -v" in line for line in lines), lines[:5]
+    assert any("between two readings: ulimit -v" in line for line in lines), lines[:5]
 
 
 def test_a_job_that_leaves_a_process_with_its_output_open_ends(tmp_path: Path) -> None:

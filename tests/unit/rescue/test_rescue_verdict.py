@@ -250,11 +250,11 @@ def test_an_oom_kill_shows_the_kernel_s_peak_or_when_it_was_last_looked() -> Non
         "ram_unseen": 0.9,
     }
     seen = " | ".join(classify(Evidence(**known)).evidence)
-    assert "18 MB of 120 MB (15%)" in seen and "last sampled 900 ms before the end" in seen
+    assert "18 MB of 120 MB (15%)" in seen and "last read 900 ms before the end" in seen
     by_kernel = " | ".join(classify(Evidence(**known, ram_peak=Level(119 * MB, 120 * MB))).evidence)
     assert "recorded by the kernel: 119 MB of 120 MB (99%)" in by_kernel and "18 MB" not in by_kernel
     full = {**known, "peaks": {"ram": Level(119 * MB, 120 * MB)}}
-    assert not any("last sampled" in line for line in classify(Evidence(**full)).evidence)
+    assert not any("last read" in line for line in classify(Evidence(**full)).evidence)
 
 
 WORKER_BUS = (
