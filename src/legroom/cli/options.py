@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -15,8 +15,13 @@ from legroom.errors import LegroomError, UsageError
 from legroom.messages import say
 from legroom.units import parse_duration, parse_size
 
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:  # a parameter of the class is an error in older releases of click
+    ParamType = click.ParamType
 
-class Measure(click.ParamType[Any]):
+
+class Measure(ParamType):
     """A size or duration with a unit."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
@@ -34,7 +39,7 @@ SIZE = Measure("size", parse_size)
 DURATION = Measure("duration", parse_duration)
 
 
-class EntryName(click.ParamType[str]):
+class EntryName(ParamType):
     """A file or a cache key; shell completion lists the keys in the cache."""
 
     name = "file|key"
@@ -61,7 +66,7 @@ _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", re.I | re.A)
 _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 
 
-class Count(click.ParamType[int]):
+class Count(ParamType):
     """A number of parameters: 125M, 1.5B. Decimal, unlike sizes."""
 
     name = "count"
