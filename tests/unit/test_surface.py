@@ -56,13 +56,6 @@ def test_every_command_has_help_json_a_page_and_a_file(verb: str) -> None:
     assert (REPO / "docs" / f"{verb}.md").is_file()
 
 
-def test_versions_agree() -> None:
-    import tomllib
-
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    assert project["version"] == legroom.__version__
-
-
 def test_every_package_has_a_map_of_its_modules() -> None:
     for path in (REPO / "src" / "legroom").rglob("*.py"):
         text = path.read_text()
