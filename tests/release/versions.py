@@ -31,20 +31,27 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 EXTRAS = ("parquet", "zarr", "hash", "plugins")  # what data are read with
 FOR_TESTS = ("dill", "hypothesis", "lmdb", "pytest", "pytest-timeout", "pyyaml", "safetensors", "webdataset")
 SHOWN = ("numpy", "pyarrow", "h5py", "zarr", "torch")
+# What calls these packages. Tests of locks, kills and groups of processes take most of the suite's time and call none.
 WITHOUT_TORCH = (
     "tests/contract/test_formats.py",
     "tests/unit/formats",
-    "tests/unit/cache",
+    *(f"tests/unit/cache/test_cache_{name}.py" for name in (
+        "open", "cached_arrays_and_tables", "tables", "checksums", "freeze", "frozen_encoding", "token_files",
+    )),
     "tests/unit/cli/test_cache_cli.py",
     "tests/unit/cli/test_doctor.py",
+    "tests/unit/cli/test_cli_plan.py",
     "tests/unit/probe",
-)
+)  # fmt: skip
 WITH_TORCH = (
     *WITHOUT_TORCH,
     "tests/contract/test_contract_batches.py",
     "tests/contract/test_contract_dataloader.py",
-    "tests/unit/loader",
-)
+    *(f"tests/unit/loader/test_{name}.py" for name in (
+        "batches_buffers", "batches_iterator", "batches_windows", "dataloader", "dataloader_nested_collate", "stream",
+        "stream_errors", "stream_formats", "stream_rank_and_worker_shards", "stream_torch",
+    )),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
