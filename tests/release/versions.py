@@ -120,6 +120,9 @@ def try_case(case: Case, built: Built, folder: Path) -> bool:
     if done.returncode:
         print(f"{case.name}: CANNOT BE INSTALLED: {' '.join(wanted)}\n{done.stderr[-4000:]}")
         return False
+    if case.oldest and "yanked" in done.stderr:
+        print(f"{case.name}: A LOWER BOUND IS A RELEASE THAT ITS AUTHORS HAVE WITHDRAWN\n{done.stderr[-4000:]}")
+        return False
     print(f"{case.name}: {versions(python)}", flush=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not real and not soak", *case.tests]
     passed = subprocess.run(command, cwd=built.unpacked, env=environment_variables()).returncode == 0
