@@ -24,7 +24,7 @@ SELDOM := $(SELDOM)|fontTools|mypyc?|networkx|pip|pytorch_lightning|setuptools
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(SELDOM))/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman slurm test-pythons test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman slurm test-pythons test-versions test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ help: ## list the targets
 # pyproject.toml asks for is then there. The last pip checks that, and installs what they could not; what they could is
 # compiled meanwhile.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt src/legroom/version.py
 	$(PYTHON) -m venv $(VENV)
 	for half in 0 1; do \
 	    awk -v half=$$half '/^#/ {exit} NR % 2 == half' constraints.txt > $(VENV)/pinned-$$half.txt; \
@@ -133,9 +133,13 @@ test-nodes: $(VENV)/.ray slurm ## several nodes with Ray or Slurm on this machin
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
 	$(BIN)/python tests/release/pythons.py
 
+# Environments of 1 GB each, in a temporary folder; KEEP=folder keeps them, ONLY=oldest makes one of them.
+test-versions: $(READY) ## formats, cache and loaders with the oldest and newest packages that pyproject.toml allows
+	$(BIN)/python tests/release/versions.py $(addprefix --only ,$(ONLY)) $(addprefix --keep ,$(KEEP))
+
 # The oldest torch that pyproject.toml allows has an environment of its own; the newest is the one of constraints.txt.
 # It needs a Python that this torch has a wheel for (PYTHON=python3.11).
-TORCH_OLDEST ?= 2.4.1
+TORCH_OLDEST ?= $(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' pyproject.toml)
 OLDEST := .venv-torch-oldest
 OLDEST_READY := $(OLDEST)/.ready-$(TORCH_OLDEST)
 TORCH_CONTRACT := tests/contract/test_contract_dataloader.py $(addprefix tests/unit/loader/test_dataloader, \

@@ -1,6 +1,6 @@
-"""Write the benchmark page and the READMEs' comparison from the JSON result files.
+"""Write the benchmark page, the list of measurements and the READMEs' comparison from the JSON result files.
 
-python bench/tables.py            write docs/benchmarks.md, its picture and the comparison in the READMEs
+python bench/tables.py            write docs/benchmarks.md, its picture, docs/measured.md and the READMEs' comparison
 python bench/tables.py --check    are they what the results say?
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comparison
+import measured
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
@@ -22,7 +23,8 @@ INTRO = """# Benchmarks
 
 `make bench` runs these benchmarks, and `bench/tables.py` writes this page from `bench/results/`. Compare the ratios,
 not the absolute figures: the variants take turns in one run on one machine, and the best round counts. *Target* is the
-goal set before the measurement; missed targets are listed too. `bench/README.md` describes each benchmark.
+goal set before the measurement; missed targets are listed too. `bench/README.md` describes each benchmark, and
+[What was measured](measured.md) has the command that repeats each table.
 """
 
 
@@ -298,17 +300,21 @@ def peers_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page() -> str:
-    peers = json.loads((RESULTS / "peers.json").read_text())
-    caches = [cache_table(*one) for one in CACHES]
-    # A result that has not been measured yet has no section; `make bench` and `make gpu` write them all.
-    others = [section(*one) for one in SECTIONS if (RESULTS / f"{one[0]}.json").exists()]
-    others.append(gpu_memory_table(json.loads((RESULTS / "gpu_memory.json").read_text())))
-    return "\n\n".join((INTRO.rstrip(), *caches, *others, peers_table(peers))) + "\n"
+def sections() -> dict[str, str]:
+    """The sections of the page by the name of the result file."""
+    made = {name: cache_table(name, title) for name, title in CACHES}
+    # A result that has not been measured yet has no section; `make bench` and `make gpu` write most of them.
+    made |= {one[0]: section(*one) for one in SECTIONS if (RESULTS / f"{one[0]}.json").exists()}
+    made["gpu_memory"] = gpu_memory_table(json.loads((RESULTS / "gpu_memory.json").read_text()))
+    made["peers"] = peers_table(json.loads((RESULTS / "peers.json").read_text()))
+    return made
 
 
 def main() -> None:
-    made = {PAGE: page().encode(), DOCS / PICTURE: (RESULTS / "peers.png").read_bytes()}
+    shown = sections()
+    page = "\n\n".join((INTRO.rstrip(), *shown.values())) + "\n"
+    made = {PAGE: page.encode(), measured.PAGE: measured.page(shown).encode()}
+    made |= {DOCS / PICTURE: (RESULTS / "peers.png").read_bytes()}
     made |= {path: comparison.filled(language).encode() for language, path in comparison.READMES.items()}
     if "--check" in sys.argv[1:]:
         late = [str(path) for path, wanted in made.items() if path.read_bytes() != wanted]

@@ -1,3 +1,3 @@
-"""The version, importable from every layer without the package's public names."""
+"""The version, importable from every layer without the package's public names. The build reads it from here."""
 
-VERSION = "0.1.0.dev0"
+VERSION = "0.1.0"

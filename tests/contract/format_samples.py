@@ -411,10 +411,15 @@ def common_table() -> Any:
 
 
 def parquet(folder: Path, **options: Any) -> Path:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(common_table(), folder / "data.parquet", row_group_size=900, **options)
-    return folder / "data.parquet"
+    path, table = folder / "data.parquet", common_table()
+    try:
+        pq.write_table(table, path, row_group_size=900, **options)
+    except pa.ArrowNotImplementedError:  # older releases read lists of a fixed size that are null, and do not write them
+        pq.write_table(table.drop_columns("embedding"), path, row_group_size=900, **options)
+    return path
 
 
 def read_parquet(path: Path) -> Any:

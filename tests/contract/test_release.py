@@ -7,6 +7,7 @@ import subprocess
 import tarfile
 import tomllib
 import zipfile
+from datetime import date
 from email.parser import Parser
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from release_build import Built, build  # noqa: E402
 JUNK = re.compile(
     r"__pycache__|\.py[co]$|\.coverage|\.hypothesis|_cache/|\.venv|/site/|\.egg-info|~$|\.ready$|\.DS_Store"
 )
+FOLDERS = (".ci", "src", "tests", "docs", "examples", "bench", "po")  # of the sdist
+DEVELOPMENT = {"bench", "demo", "docs", "integrations", "lint", "test", "dev"}  # extras that no user needs
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 
@@ -65,7 +68,7 @@ def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
     with tarfile.open(built.sdist) as bag:
         members = {member.name.partition("/")[2]: member for member in bag.getmembers() if member.isfile()}
     assert not [name for name in members if JUNK.search(name)]
-    missing = _kept_in_git("src", "tests", "docs", "examples", "bench", "po") - set(members)
+    missing = _kept_in_git(*FOLDERS) - set(members)
     assert not missing
     for needed in (
         "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "Makefile", "constraints.txt",
@@ -73,9 +76,7 @@ def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
         "examples/glint_unet/make_data.py", "docs/index.md",
     ):  # fmt: skip
         assert needed in members
-    assert {name.split("/")[0] for name in members if "/" in name} == {
-        "src", "tests", "docs", "examples", "bench", "po",
-    }  # fmt: skip
+    assert {name.split("/")[0] for name in members if "/" in name} == set(FOLDERS)
     assert all(member.uid == member.gid == 0 and not member.uname for member in members.values())
 
 
@@ -87,16 +88,17 @@ def test_the_wheel_out_of_the_sdist_is_that_of_the_checkout(built: Built) -> Non
 
 
 def test_the_version_is_one_everywhere() -> None:
+    """It is written in version.py, from which the build takes it; the citation and the changelog repeat it."""
     cited = (REPO / "CITATION.cff").read_text()
-    assert PROJECT["version"] == legroom.__version__
-    assert re.findall(r"(?m)^version: \"?([^\"\n]+)", cited) == [legroom.__version__]
-    released = re.findall(r"(?m)^## (?:\[)?(\d[^\]\s]*)", (REPO / "CHANGELOG.md").read_text())
-    unreleased = "dev" in legroom.__version__
-    if unreleased:  # what is being made has no heading of its own yet
-        assert "## Unreleased" in (REPO / "CHANGELOG.md").read_text() and legroom.__version__ not in released
+    changes = re.findall(r"(?m)^## (\S+)(?: - (\S+))?$", (REPO / "CHANGELOG.md").read_text())
+    assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
+    assert re.findall(r"(?m)^version: \"(.+)\"", cited) == [legroom.__version__]
+    dates = re.findall(r"(?m)^date-released: \"(.+)\"", cited)
+    if "dev" in legroom.__version__:  # what is being made has no heading of its own yet
+        assert changes[0] == ("Unreleased", "") and not dates
     else:
-        assert released[0] == legroom.__version__
-        assert re.search(r"(?m)^date-released: \"?\d{4}-\d\d-\d\d", cited)
+        assert [changes[0]] == [(legroom.__version__, one) for one in dates]
+        date.fromisoformat(dates[0])
 
 
 def test_the_citation_agrees_with_the_project() -> None:
@@ -104,7 +106,36 @@ def test_the_citation_agrees_with_the_project() -> None:
     cited = yaml.safe_load((REPO / "CITATION.cff").read_text())
     assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
     assert cited["title"] == "Legroom" and cited["license"] == PROJECT["license"]
+    assert cited["abstract"] == PROJECT["description"]
     assert [author["name"] for author in cited["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
+def test_the_pages_show_how_to_install() -> None:
+    """From a clone, and from PyPI; each page in one line, so that the day of publication changes one line of each."""
+    for page in ("README.md", "README.zh-CN.md", "docs/get-started.md", "docs/index.md"):
+        lines = (REPO / page).read_text(encoding="utf-8").splitlines()
+        installs = [line.partition("#")[0].strip() for line in lines if line.startswith("pip install")]
+        assert installs == ["pip install .", "pip install legroom"], page
+
+
+def test_the_extras_for_users_are_described() -> None:
+    extras = PROJECT["optional-dependencies"]
+    table = (REPO / "docs" / "get-started.md").read_text().partition("| extra | for |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"(?m)^\| `(\w+)` \|", table)) == set(extras) - DEVELOPMENT
+    (together,) = extras["all"]
+    parts = set(together.removeprefix("legroom[").removesuffix("]").split(","))
+    assert parts == set(extras) - DEVELOPMENT - {"all", "remote", "ray"}
+
+
+def test_every_package_has_a_lower_bound_that_can_be_tried() -> None:
+    """`make test-versions` and `make test-torch` install exactly this release."""
+    pytest.importorskip("packaging")
+    from versions import claimed, oldest
+
+    extras = tuple(set(PROJECT["optional-dependencies"]) - DEVELOPMENT - {"all"})
+    assert all(re.fullmatch(r"[\w-]+==\d+(\.\d+)*", oldest(one)) for one in claimed(extras))
+    shown = subprocess.run(["make", "-n", "-B", "test-torch"], cwd=REPO, capture_output=True, text=True, check=True)
+    assert f"'{oldest(*claimed(('torch',), base=False))}'" in shown.stdout
 
 
 def test_every_python_that_is_promised_is_named() -> None:

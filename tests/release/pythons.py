@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,11 +89,11 @@ def try_wheel(minor: int, python: str, built: Built, folder: Path) -> bool:
             LOG,
         ],
         cwd=folder,
-        env=_environment(),
+        env=environment_variables(),
     )
     print(f"{version}: wheel {how}: {'works without torch' if done.returncode == 0 else 'FAILED'}", flush=True)
     print(f"  {_output([environment / 'bin' / 'pip', 'list', '--format', 'freeze']).replace(chr(10), ' ')}")
-    lacking = [name for name in OPTIONAL if not _has_wheel(environment, name)]
+    lacking = [name for name in OPTIONAL if not releases_with_wheels(environment / "bin" / "python", name)]
     print(f"  optional packages without a wheel for it: {', '.join(lacking) or 'none'}", flush=True)
     return done.returncode == 0
 
@@ -104,14 +105,14 @@ def try_sdist(minor: int, python: str, built: Built, folder: Path) -> bool:
     if how is None:
         return False
     pip = [environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
-    fetched = subprocess.run([*pip, *FOR_TESTS], capture_output=True, text=True, env=_environment())
+    fetched = subprocess.run([*pip, *FOR_TESTS], capture_output=True, text=True, env=environment_variables())
     if fetched.returncode:
         print(f"{', '.join(FOR_TESTS)} CANNOT BE INSTALLED\n{fetched.stderr[-2000:]}")
         return False
     done = subprocess.run(
         [environment / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not real", *UNIT_TESTS],
         cwd=built.unpacked,
-        env=_environment(),
+        env=environment_variables(),
     )
     print(f"3.{minor}: sdist {how}, unit tests out of it: {'passed' if done.returncode == 0 else 'FAILED'}")
     return done.returncode == 0
@@ -122,25 +123,32 @@ def install(python: str, environment: Path, what: Path) -> str | None:
     subprocess.run([python, "-m", "venv", environment], check=True)
     pip = [environment / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
     pinned = subprocess.run(
-        [*pip, "-c", REPO / "constraints.txt", what], capture_output=True, text=True, env=_environment()
+        [*pip, "-c", REPO / "constraints.txt", what], capture_output=True, text=True, env=environment_variables()
     )
     if pinned.returncode == 0:
         return "installed with constraints.txt"
-    free = subprocess.run([*pip, what], capture_output=True, env=_environment())
+    free = subprocess.run([*pip, what], capture_output=True, env=environment_variables())
     if free.returncode == 0:
         return "installed with the newest versions (constraints.txt does not apply)"
     print(f"{python}: {what.name} CANNOT BE INSTALLED\n{pinned.stderr[-2000:]}")
     return None
 
 
-def _has_wheel(environment: Path, name: str) -> bool:
-    """Whether there is a wheel of that package which this Python could install; nothing is."""
-    asked = [environment / "bin" / "pip", "index", "versions", "--only-binary", ":all:", name]
-    return subprocess.run(asked, capture_output=True, env=_environment()).returncode == 0
+def releases_with_wheels(python: Path, name: str) -> list[str]:
+    """The releases of that package which this Python can install without a compiler.
+
+    pip lists them when it is asked for one that does not exist; `pip index` also lists those without a wheel.
+    """
+    asked = [python, "-m", "pip", "install", "--dry-run", "--no-deps", "--only-binary", ":all:", f"{name}==0.0.0.dev0"]
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment_variables())
+    listed = re.search(r"\(from versions: ([^)]*)\)", done.stderr)
+    if listed is None:
+        raise RuntimeError(f"pip does not list the releases of {name}: {done.stderr[-2000:]}")
+    return [] if listed[1] in ("", "none") else listed[1].split(", ")
 
 
-def _environment() -> dict[str, str]:
-    """Without what would lead back into this checkout."""
+def environment_variables() -> dict[str, str]:
+    """This process's variables, without those that would lead back into this checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 

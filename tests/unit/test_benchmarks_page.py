@@ -1,7 +1,8 @@
-"""The page of measured figures is what the result files say."""
+"""The pages of measured figures are what the result files say, and their commands can be run."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,19 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_pages_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, "bench/tables.py", "--check"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_command_that_repeats_a_measurement_exists() -> None:
+    rows = [line.split(" | ") for line in (REPO / "docs" / "measured.md").read_text().splitlines() if " | `" in line]
+    commands = [cells[1].strip("`") for cells in rows if cells[1].startswith("`")]
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (REPO / "Makefile").read_text()))
+    scripts = {path for command in commands for path in re.findall(r"\S+\.py\b", command)}
+    assert len(commands) > 30 and len(scripts) > 20
+    assert [path for path in sorted(scripts) if not (REPO / path).is_file()] == []
+    assert {command.split()[1] for command in commands if command.startswith("make ")} <= targets
+    flags = {(path, flag) for command in commands for path in re.findall(r"\S+\.py\b", command)
+             for flag in re.findall(r"--\w+", command)}  # fmt: skip
+    assert flags and all(f'"{flag}"' in (REPO / path).read_text() for path, flag in flags)

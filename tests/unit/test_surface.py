@@ -66,13 +66,6 @@ def test_earlier_names_of_options_are_accepted(verb: str, shown: str, earlier: s
     assert [one.opts for one in command.params if earlier in one.opts] == [[shown, earlier]]
 
 
-def test_versions_agree() -> None:
-    import tomllib
-
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    assert project["version"] == legroom.__version__
-
-
 def test_every_package_has_a_map_of_its_modules() -> None:
     for path in (REPO / "src" / "legroom").rglob("*.py"):
         text = path.read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,8 +13,13 @@ from legroom.errors import LegroomError, UsageError
 from legroom.messages import say
 from legroom.units import parse_count, parse_duration, parse_size
 
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:  # a parameter of the class is an error in older releases of click
+    ParamType = click.ParamType
 
-class Measure(click.ParamType[Any]):
+
+class Measure(ParamType):
     """A size or duration with a unit."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
@@ -32,7 +37,7 @@ SIZE = Measure("size", parse_size)
 DURATION = Measure("duration", parse_duration)
 
 
-class EntryName(click.ParamType[str]):
+class EntryName(ParamType):
     """A file or the ID of a cache entry; shell completion lists the IDs in the cache."""
 
     name = "file|id"
@@ -55,7 +60,7 @@ class EntryName(click.ParamType[str]):
         return [*keys, CompletionItem(incomplete, type="file")]
 
 
-class Count(click.ParamType[int]):
+class Count(ParamType):
     """A number of parameters: 125M, 1.5B."""
 
     name = "count"
