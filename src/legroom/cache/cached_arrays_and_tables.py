@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from legroom.cache.mmap_and_crc32 import MappedFile, Prefault
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
@@ -69,6 +69,7 @@ class CachedData(Mapping[str, Any]):
         selection = Selection(keys)
         self._contents: DataContents | None = _chosen(contents, selection)
         self._again = again
+        self._some = keys is not None  # the caller selected keys
         self._tables = _tables(self._contents, selection)
         self._names = _names(self._contents, self._tables)
         self._columns = _column_names(self._names, self._tables)
@@ -89,7 +90,11 @@ class CachedData(Mapping[str, Any]):
         if found is not None:
             table, column = found
             return table.array(column)
-        raise missing_key(name, self._leaves(), say("the data"))
+        missing = missing_key(name, self._leaves(), say("the data"))
+        if self._some:
+            raise missing
+        # The last step is to omit keys, and none were given.
+        raise MissingKey(missing.what, why=missing.why, fix=missing.fix[:-1])
 
     def __contains__(self, name: object) -> bool:
         contents = self._open()

@@ -328,6 +328,8 @@ def directory_format(path: Path) -> Format | PluginFormat:
         if not found and any(names.values()):
             _require_classes(path, names)
             return _IMAGE_FOLDER
+        if not found and any(name.lower().endswith(IMAGES) for name in names):
+            raise _images_without_classes(path)
         raise _unknown_directory(path, found)
     except UnreadableSource as refusal:
         raise problem or refusal from None
@@ -397,6 +399,17 @@ def _require_classes(path: Path, names: Mapping[str, bool]) -> None:
         raise _not_a_dataset(
             path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
         )
+
+
+def _images_without_classes(path: Path) -> UnreadableSource:
+    return UnreadableSource(
+        say("cannot read {path}", path=path),
+        why=say("it has images, but no subdirectory for each class"),
+        fix=(
+            say("if it is one of the classes, pass the directory above it: {above}", above=path.absolute().parent),
+            say("without classes, move the images into one subdirectory: {folder}", folder=path / "all"),
+        ),
+    )
 
 
 def _has_image(path: Path) -> bool:

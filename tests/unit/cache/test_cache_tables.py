@@ -105,6 +105,7 @@ def test_the_error_for_an_unknown_column_lists_the_columns(path: Path, key: str,
         with pytest.raises(MissingKey) as asked:
             kept[key]
         assert "vector" in asked.value.why and "weight" in asked.value.fix[0]
+        assert len(asked.value.fix) == 1, "keys were not given, so omitting them is no advice"
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])
