@@ -89,7 +89,7 @@ def train(data: legroom.Data, args: argparse.Namespace) -> None:
         )
     )
     model = Classifier(1 + int(classes.max())).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.006)
     for epoch in range(1, args.epochs + 1):
         for words, starts, labels in batches:
             loss = cross_entropy(model(words.to(device), starts.to(device)), labels.to(device))
