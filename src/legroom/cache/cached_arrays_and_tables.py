@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
@@ -69,6 +69,7 @@ class CachedData(Mapping[str, Any]):
         selection = Selection(keys)
         self._contents: DataContents | None = _chosen(contents, selection)
         self._again = again
+        self._some = keys is not None  # the caller selected keys
         self._tables = _tables(self._contents, selection)
         self._names = _names(self._contents, self._tables)
         self._columns = _column_names(self._names, self._tables)
@@ -89,7 +90,11 @@ class CachedData(Mapping[str, Any]):
         if found is not None:
             table, column = found
             return table.array(column)
-        raise missing_key(name, self._leaves(), say("the data"))
+        missing = missing_key(name, self._leaves(), say("the data"))
+        if self._some:
+            raise missing
+        # The last step is to omit keys, and none were given.
+        raise MissingKey(missing.what, why=missing.why, fix=missing.fix[:-1])
 
     def __contains__(self, name: object) -> bool:
         contents = self._open()
@@ -163,15 +168,20 @@ class CachedData(Mapping[str, Any]):
     ) -> SharedDataset:
         """A torch map-style Dataset of the rows of these arrays. ``transform`` gets one argument per array.
 
-        Columns of tables count as arrays. Without names all are used. ``decode`` maps names to functions of one value,
-        called where the row is read, before ``transform``: ``decode={"jpg": read_image}``. A row of ragged bytes is
-        passed to it as ``bytes``.
+        Columns of tables count as arrays; rows of text, bytes, lists and structs are read as Python values. Without
+        names all are used. ``decode`` maps names to functions of one value, called where the row is read, before
+        ``transform``: ``decode={"jpg": read_image}``. A row of ragged bytes is passed to it as ``bytes``.
         """
         with import_lock:
             from legroom.cache.torch_dataset import shared_dataset
 
         self._open()
         return shared_dataset(self, names or self._leaves(), transform, decode)
+
+    def column_rows(self, name: str) -> TableRows | None:
+        """The rows of a table's column whose values have no fixed width; None for anything else."""
+        found = self._column(name)
+        return None if found is None else found[0].rows(found[1])
 
     def ready(self, timeout: float | None = None) -> bool:
         """Wait until every page is mapped, so that the first epoch is as fast as the second."""
@@ -314,6 +324,31 @@ class StoredTable:
             array = self._arrays[column] = _array(self.whole().column(column), column)
         return array
 
+    def rows(self, column: str) -> TableRows | None:
+        """A column whose values have no fixed width, row by row; None for others."""
+        found = self.whole().column(column)
+        return None if _is_fixed(found.type) else TableRows(found)
+
+
+class TableRows:
+    """A column of a table, row by row: str, bytes, bool, dict, None; lists of numbers as arrays."""
+
+    def __init__(self, column: Any) -> None:
+        import pyarrow as pa
+
+        kind = column.type
+        self._column = column
+        self._numbers = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_fixed(kind.value_type)
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, row: int) -> Any:
+        value = self._column[row]
+        if self._numbers and value.is_valid and not value.values.null_count:
+            return np.array(_values(value.values, ""))  # a copy that may be written to
+        return value.as_py()
+
 
 def _buffer(part: MappedFile | bytes) -> Any:
     """A buffer for pyarrow that keeps the mapping alive."""
@@ -325,7 +360,8 @@ def _buffer(part: MappedFile | bytes) -> Any:
 def _array(column: Any, name: str) -> NDArray:
     kind = column.type
     if not _is_fixed(kind):
-        raise _cannot(name, say("its type is {kind}, which is not fixed-width", kind=kind))
+        by_row = say("or read it row by row: data.dataset(…)")
+        raise _cannot(name, say("its type is {kind}, which is not fixed-width", kind=kind), by_row)
     chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return _values(chunk, name)
 
@@ -359,11 +395,11 @@ def _dtype(kind: Any) -> Any:
     return kind.to_pandas_dtype()
 
 
-def _cannot(name: str, why: str) -> UnsupportedData:
+def _cannot(name: str, why: str, *also: str) -> UnsupportedData:
     return UnsupportedData(
         say("column {name} cannot be read as an array", name=name),
         why=why,
-        fix=(say("use the table"), say("or select fixed-width columns without nulls")),
+        fix=(say("use the table"), *also, say("or select fixed-width columns without nulls")),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import CachedData, Ragged
+from legroom.cache.cached_arrays_and_tables import CachedData, Ragged, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
 from legroom.system.lazy_and_optional_imports import require
@@ -137,7 +137,13 @@ def _copied(part: Any) -> Any:
 
 
 def _column(data: CachedData, name: str) -> Any:
-    value = data[name]
+    try:
+        value = data[name]
+    except UnsupportedData:
+        rows = data.column_rows(name)
+        if rows is None:
+            raise
+        return rows
     if isinstance(value, Ragged):
         return value
     if not isinstance(value, np.ndarray) or value.ndim == 0:
@@ -159,4 +165,6 @@ def _gather(column: Any, indices: torch.Tensor) -> Any:
         return torch.index_select(column, 0, indices)
     if isinstance(column, Ragged):
         return [_copied(column[row]) for row in indices.tolist()]
+    if isinstance(column, TableRows):
+        return [column[row] for row in indices.tolist()]
     return np.take(column, indices.numpy(), axis=0)

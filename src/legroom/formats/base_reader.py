@@ -468,7 +468,8 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     groups = {name.rpartition("/")[0] for name in names} - {""}
     bare, among = key.strip("/"), [*names, *sorted(groups)]
     # The part before the last slash may be the table, which the column names do not repeat.
-    near = _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
+    same = [name for name in names if name.endswith("/" + bare)]
+    near = same or _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
     held = listed(map(shown, names[:_SHOWN])) or say("nothing")
     if len(names) > _SHOWN:
         held = say("{first} and {count} more", first=held, count=len(names) - _SHOWN)

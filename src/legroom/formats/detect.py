@@ -326,9 +326,12 @@ def directory_format(path: Path) -> Format | PluginFormat:
     data = {ending for one in FORMATS for ending in one.endings}
     found = Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in data)
     try:
-        if not found and any(names.values()):
-            lazy_import("legroom.formats.image_folder_reader").require_classes(path, names)
-            return _IMAGE_FOLDER
+        if not found:
+            images = lazy_import("legroom.formats.image_folder_reader")
+            if any(names.values()):
+                images.require_classes(path, names)
+                return _IMAGE_FOLDER
+            images.refuse_images_without_classes(path, names)
         raise _unknown_directory(path, found)
     except UnreadableSource as refusal:
         raise problem or refusal from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,20 @@ def require_classes(path: Path, names: Mapping[str, bool]) -> None:
         raise not_a_dataset(
             path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
         )
+
+
+def refuse_images_without_classes(path: Path, names: Iterable[str]) -> None:
+    """Raise if these names in a directory without subdirectories have images among them."""
+    if not any(name.lower().endswith(IMAGES) for name in names):
+        return
+    raise UnreadableSource(
+        say("cannot read {path}", path=path),
+        why=say("it has images, but no subdirectory for each class"),
+        fix=(
+            say("if it is one of the classes, pass the directory above it: {above}", above=path.absolute().parent),
+            say("without classes, move the images into one subdirectory: {folder}", folder=path / "all"),
+        ),
+    )
 
 
 def _has_image(path: Path) -> bool:

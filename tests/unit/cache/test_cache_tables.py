@@ -105,6 +105,7 @@ def test_the_error_for_an_unknown_column_lists_the_columns(path: Path, key: str,
         with pytest.raises(MissingKey) as asked:
             kept[key]
         assert "vector" in asked.value.why and "weight" in asked.value.fix[0]
+        assert len(asked.value.fix) == 1, "keys were not given, so omitting them is no advice"
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])
@@ -138,9 +139,11 @@ def test_the_error_for_a_non_array_gives_the_reason(path: Path) -> None:
             "flag": "bool",
         }.items():
             assert name in data
-            for ask in (data.__getitem__, data.tensors, data.dataset):
+            for ask in (data.__getitem__, data.tensors):
                 with pytest.raises(UnsupportedData, match=why):
                     ask(name)
+        with pytest.raises(UnsupportedData, match="200 nulls"):
+            data.dataset("hole")
     with legroom.open(path, keys=["text", "hole"]) as data, pytest.raises(UnsupportedData, match="200 nulls"):
         data.tensors()
 
@@ -154,6 +157,32 @@ def test_a_dataset_of_columns(path: Path) -> None:
             assert pickle.loads(pickle.dumps(dataset))[3][0] == 3
         with pytest.raises(UsageError, match="has no rows"):
             data.dataset("table")
+
+
+def test_a_dataset_has_the_rows_of_columns_that_are_no_arrays(shm: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    columns = {
+        "text": pa.array(["one", None, "größe"]),
+        "bytes": pa.array([b"a", b"", b"\0"]),
+        "kind": pa.array(["a", "b", "a"]).dictionary_encode(),
+        "flag": pa.array([True, False, True]),
+        "tokens": pa.array([[1, 2], [], [3]], pa.list_(pa.int32())),
+        "gaps": pa.array([[1, None], None, [None]], pa.list_(pa.int64())),
+        "image": pa.array([{"bytes": b"x", "path": None}] * 3),
+    }
+    rows = pa.table(columns)
+    for part in (0, 1):  # two files: each column has two chunks
+        pq.write_table(rows, tmp_path / f"{part}.parquet")
+    with legroom.open(str(tmp_path / "*.parquet")) as data:
+        for dataset in (data.dataset(), pickle.loads(pickle.dumps(data.dataset()))):
+            for row, value in enumerate(rows.to_pylist() * 2):
+                for found in (dataset[row], dataset[row - 6], dataset.__getitems__([row])[0]):
+                    sample = dict(zip(columns, found, strict=True))
+                    assert sample["tokens"].dtype == np.int32 and sample["tokens"].flags.writeable
+                    assert sample | {"tokens": sample["tokens"].tolist()} == value
+        decoded = data.dataset("text", "flag", decode={"text": lambda text: len(text or "")})
+        lengths, flags = next(iter(torch.utils.data.DataLoader(decoded, batch_size=6, num_workers=1)))
+        assert lengths.tolist() == [3, 0, 5] * 2 and flags.dtype == torch.bool
 
 
 def test_batches_have_the_columns_asked_for(path: Path) -> None:

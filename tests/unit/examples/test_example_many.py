@@ -112,7 +112,9 @@ def test_an_experiment_that_refuses_its_data_ends_the_others(tmp_path: Path) -> 
     assert "unreadable-source" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("folder", ["glint_unet", "many_experiments", "audio_diffusion", "image_classifier", "chat_t5"])
+@pytest.mark.parametrize(
+    "folder", ["glint_unet", "many_experiments", "audio_diffusion", "image_classifier", "chat_t5", "data_formats"]
+)
 def test_examples_have_chinese_help_and_readme(folder: str, forks: Runner, tmp_path: Path) -> None:
     """Every script that has flags explains them in Chinese too, and has a README in it."""
     home = Path(__file__).parents[3] / "examples" / folder

@@ -229,6 +229,7 @@ def test_a_missing_key_lists_the_existing_names() -> None:
     assert "and 31 more" in problem.why
     assert problem.fix[0] == "did you mean 'images'?"
     assert "nothing" in missing_key("a", [], "x").why
+    assert "'train/text'" in missing_key("text", ["train/text", "train/label", "test/text"], "x").fix[0]
 
 
 # Attributes and types.

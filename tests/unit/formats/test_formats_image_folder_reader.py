@@ -97,7 +97,7 @@ def test_a_class_without_images_is_refused_as_image_folder_does(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        (("1.jpg", "2.jpg"), "none of these: .*folders of images"),
+        (("1.jpg", "2.jpg"), "no subdirectory for each class"),
         (("cat/1.jpg", "2.jpg"), "unclear"),
         (("cat/1.jpg", "labels.csv"), "unclear"),
         (("cat/1.jpg", "a.npy"), r"\*\.npy"),
