@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 from weakref import WeakValueDictionary
 
@@ -367,33 +368,92 @@ def _cannot(name: str, why: str) -> UnsupportedData:
     )
 
 
+_ROWS_AT_ONCE = 256  # of a loop over all rows: their offsets become Python numbers together
+_COPIED_TWICE = (
+    256 << 10
+)  # bytes of these rows that are copied together and then one by one; they stay in the CPU cache
+
+
 class Ragged(Sequence[Any]):
-    """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays."""
+    """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays.
+
+    Memoryviews of both read a row: numpy makes an object of every number, which takes longer than the row's copy.
+    """
 
     def __init__(self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None) -> None:
         self.offsets, self.values, self.text = offsets, values, text
-        self.shape = shape or (max(0, len(offsets) - 1),)  # of the rows; they are counted in C order
+        self._length = max(0, len(offsets) - 1)
+        self.shape = shape or (self._length,)  # of the rows; they are counted in C order
+        self._edges = memoryview(offsets)
+        self._bytes = memoryview(values) if self.has_bytes else None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the values are bytes, of files or of text."""
+        return self.values.dtype == np.uint8
 
     def __len__(self) -> int:
-        return max(0, len(self.offsets) - 1)
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        if isinstance(index, tuple):
-            index = int(np.ravel_multi_index(index, self.shape))
-        row = index.__index__()
-        if row < 0:
-            row += len(self)
-        if not 0 <= row < len(self):
+        if type(index) is not int:
+            if isinstance(index, slice):
+                return [self[row] for row in range(*index.indices(self._length))]
+            index = int(np.ravel_multi_index(index, self.shape)) if isinstance(index, tuple) else index.__index__()
+        row = index + self._length if index < 0 else index
+        if not 0 <= row < self._length:
             raise IndexError(index)
-        part = self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
-        return part.tobytes().decode("utf-8") if self.text else part
+        if self.text:
+            return str(self.copied(row), "utf-8")
+        return self.values[self._edges[row] : self._edges[row + 1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.text:
+            return map(_decode_text, self.all_copied())
+        return chain.from_iterable(map(self.values.__getitem__, slices) for slices in self._slices())
+
+    def copied(self, row: int) -> bytes:
+        """The bytes of row 0 … len - 1, if the values are bytes."""
+        assert self._bytes is not None
+        return self._bytes[self._edges[row] : self._edges[row + 1]].tobytes()
+
+    def all_copied(self) -> Iterator[bytes]:
+        """The bytes of every row in order, if the values are bytes."""
+        return chain.from_iterable(map(self._all_in, range(0, self._length, _ROWS_AT_ONCE)))
+
+    def _all_in(self, first: int) -> Iterator[bytes]:
+        """The rows from there on that are read at once. A slice of bytes takes less time than one of a memoryview."""
+        assert self._bytes is not None
+        edges = self.offsets[first : first + _ROWS_AT_ONCE + 1]
+        start, end = int(edges[0]), int(edges[-1])
+        if end - start > _COPIED_TWICE:
+            return map(bytes, map(self._bytes.__getitem__, _slices(edges)))
+        return map(self._bytes[start:end].tobytes().__getitem__, _slices(edges - start))
+
+    def _slices(self) -> Iterator[Iterator[slice]]:
+        for first in range(0, self._length, _ROWS_AT_ONCE):
+            yield _slices(self.offsets[first : first + _ROWS_AT_ONCE + 1])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _ragged, (self.offsets, self.values, self.text, self.shape)
 
     def __repr__(self) -> str:
         kind = "texts" if self.text else f"rows of {self.values.dtype}"
         return f"<Ragged: {len(self)} {kind}>"
+
+
+def _slices(edges: NDArray) -> Iterator[slice]:
+    numbers = edges.tolist()
+    return map(slice, numbers, numbers[1:])
+
+
+def _decode_text(text: bytes) -> str:
+    return text.decode("utf-8")
+
+
+def _ragged(offsets: NDArray, values: NDArray, text: bool, shape: tuple[int, ...]) -> Ragged:
+    return Ragged(offsets, values, text=text, shape=shape)
