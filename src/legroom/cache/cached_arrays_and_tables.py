@@ -369,9 +369,7 @@ def _cannot(name: str, why: str) -> UnsupportedData:
 
 
 _ROWS_AT_ONCE = 256  # of a loop over all rows: their offsets become Python numbers together
-_COPIED_TWICE = (
-    256 << 10
-)  # bytes of these rows that are copied together and then one by one; they stay in the CPU cache
+_COPIED_TWICE = 256 << 10  # bytes of these rows up to which they are copied twice: they stay in the CPU cache
 
 
 class Ragged(Sequence[Any]):
