@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
 
 import legroom
@@ -40,6 +41,7 @@ STEPS = 100
 PROCESSES = 8
 FASTER, COPIES = 1.0, 1.05
 BATCH = 64
+FEW = 8 * BATCH  # samples: enough for all the memory that batches take while they are used
 PEERS = ("webdataset", "mosaicml-streaming", "lmdb", "datasets", "megatron-core", "torchvision")
 Loops = dict[str, Callable[[], object]]
 
@@ -145,7 +147,8 @@ class Samples:
     """A format with samples."""
 
     name, peer, module, package = "", "", "", ""
-    count, size = 4000, 30_000
+    count, size = 4000, 110_000  # the images of ImageNet have 110 kB on average
+    measures_memory = True
 
     def write(self, path: Path, count: int) -> None:
         """Write that many samples."""
@@ -181,8 +184,7 @@ def through(samples: Iterable[Any]) -> Callable[[], None]:
 
 def shuffled(samples: Any, count: int) -> Callable[[], None]:
     """A loop over all samples by number; the order is made before."""
-    order = list(range(count))
-    random.Random(0).shuffle(order)
+    order = memoryview(np.random.default_rng(0).permutation(count))  # its items are Python integers
 
     def loop() -> None:
         for number in order:
@@ -340,24 +342,23 @@ class Lmdb(Samples):
 
 class SmallLmdb(Lmdb):
     count, size = 100_000, 500
+    measures_memory = False  # of 50 MB; the offsets of small values are a part of the entry
 
 
 class HuggingFace(Samples):
     name, peer, module, package = "Hugging Face directory", "datasets", "datasets", "datasets"
-    count, size = 60_000, 512  # tokens
+    count, size = 50_000, 2048  # tokens
 
     def write(self, path: Path, count: int) -> None:
         import datasets
 
-        chance = np.random.default_rng(0)
-        features = datasets.Features(
-            {"tokens": datasets.Sequence(datasets.Value("int32"), self.size), "label": datasets.Value("int64")}
-        )
+        datasets.disable_progress_bars()
+        values = np.random.default_rng(0).integers(0, 50_000, count * self.size, dtype=np.int32)
         columns = {
-            "tokens": list(chance.integers(0, 50_000, (count, self.size), dtype=np.int32)),
-            "label": np.arange(count),
+            "tokens": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values), self.size),
+            "label": pyarrow.array(np.arange(count)),
         }
-        datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(path))
+        datasets.Dataset(pyarrow.table(columns)).save_to_disk(str(path))
 
     def open_peer(self, path: Path) -> Any:
         import datasets
@@ -365,13 +366,10 @@ class HuggingFace(Samples):
         return datasets.load_from_disk(str(path)).with_format("torch")
 
     def theirs(self, peer: Any, count: int) -> Loops:
-        return self._named(through(loader(peer)), shuffled(peer, count))
+        return {f"batches of {BATCH}, datasets in torch's DataLoader": through(loader(peer))}
 
     def ours(self, data: Any, count: int) -> Loops:
-        return self._named(through(data.batches(BATCH, shuffle=True)), shuffled(data.dataset(), count))
-
-    def _named(self, *loops: Callable[[], object]) -> Loops:
-        return dict(zip((f"batches of {BATCH}, datasets in torch's DataLoader", "shuffled"), loops, strict=True))
+        return {name: through(data.batches(BATCH, shuffle=True)) for name in self.theirs(range(1), 1)}
 
     def check(self, peer: Any, data: Any) -> None:
         ours = data.dataset("tokens", "label")
@@ -391,7 +389,7 @@ def as_megatron(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class Megatron(Samples):
     name, peer, module = "Megatron", "Megatron's dataset", "megatron.core.datasets.gpt_dataset"
     package = "megatron-core"
-    count, size = 60_000, 1024  # documents, sequence_length
+    count, size = 150_000, 1024  # documents, sequence_length
 
     def write(self, path: Path, count: int) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -491,7 +489,7 @@ def samples(name: str, folder: Path, scale: float, rounds: int) -> tuple[list[Ro
     count = max(200, int(which.count * scale))
     path, few = folder / name, folder / f"{name}-few"
     which.write(path, count)
-    which.write(few, BATCH)
+    which.write(few, FEW)
     source, small = source_of(which, path), source_of(which, few)
     settle(*(file for file in folder.rglob("*") if file.is_file() and name in str(file)))
     rows, raw = [], {}
@@ -509,6 +507,8 @@ def samples(name: str, folder: Path, scale: float, rounds: int) -> tuple[list[Ro
             rows.append(Row(f"{which.name}, {what}", ratio, f"× {which.peer}", FASTER, at_least=True, note=note))
             raw[what] = spreads(figures)
         del peer, theirs, ours
+    if not which.measures_memory:
+        return rows, raw
     places_of = {"legroom": (source, small), "peer": (path, few)}
     copies = {who: memory(name, who, *where, count, size) for who, where in places_of.items()}
     raw["memory"] = copies
@@ -543,11 +543,11 @@ def measure_memory(name: str, who: str, path: Path, few: Path, count: int) -> di
     why = load_peer(which)
     assert why is None, why
     torch.set_num_threads(1)
-    kept_open = read(which, who, few, BATCH)  # imports, and what is allocated once
+    kept_open = read(which, who, few, FEW)  # imports, and what is allocated once
     del kept_open
     gc.collect()
     gc.freeze()
-    own_few, shared_few = forked(which, who, few, BATCH)
+    own_few, shared_few = forked(which, who, few, FEW)
     own, shared = forked(which, who, path, count)
     if who == "legroom":  # the entry, whether or not all of it is mapped
         files = (file.stat() for file in Path(os.environ["LEGROOM_SHM"]).rglob("*") if file.is_file())
@@ -589,8 +589,7 @@ def read(which: Samples, who: str, path: Path, count: int) -> object:
     """Open the data and read every sample; returns what stays open."""
     opened = legroom.open(path) if who == "legroom" else which.open_peer(path)
     loops = which.ours(opened, count) if who == "legroom" else which.theirs(opened, count)
-    for loop in loops.values():
-        loop()
+    next(iter(loops.values()))()
     gc.collect()
     return opened, loops
 

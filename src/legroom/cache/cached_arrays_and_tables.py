@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -91,6 +92,15 @@ class CachedData(Mapping[str, Any]):
             table, column = found
             return table.array(column)
         raise missing_key(name, self._leaves(), say("the data"))
+
+    def rows_of(self, name: str) -> Any:
+        """As ``[]``, for reading row by row: a column of a table in several record batches is not joined."""
+        contents = self._open()
+        found = None if name in contents.ragged or name in contents.arrays else self._column(name)
+        if found is None or name in self._tables:
+            return self[name]
+        table, column = found
+        return table.rows(column)
 
     def __contains__(self, name: object) -> bool:
         contents = self._open()
@@ -286,8 +296,8 @@ def _shown(value: Any) -> str:
 class StoredTable:
     """The requested columns of one table: Arrow IPC files, one per shard.
 
-    A column in one record batch is a view of the mapping. A column in several is joined, which copies it once for as
-    long as it is referenced.
+    A column in one record batch is a view of the mapping. One in several is joined if it is wanted as an array, which
+    copies it once for as long as it is referenced. Batches and datasets read its rows where they are.
     """
 
     def __init__(self, parts: Sequence[MappedFile | bytes], columns: Sequence[str]) -> None:
@@ -315,12 +325,86 @@ class StoredTable:
             array = self._arrays[column] = _array(self.whole().column(column), column)
         return array
 
+    def rows(self, column: str) -> NDArray | ColumnChunks:
+        """The same, as chunks in the files where they are in several record batches and not joined already."""
+        stored = self.whole().column(column)
+        if stored.num_chunks < 2 or column in self._arrays or stored.null_count or not _is_fixed(stored.type):
+            return self.array(column)
+        chunks = [_values(chunk, column) for chunk in stored.chunks if len(chunk)]
+        found = ColumnChunks.within(chunks, [np.frombuffer(_bytes(part), np.uint8) for part in self._parts])
+        return self.array(column) if found is None else found
+
+
+class ColumnChunks:
+    """A column whose rows lie in several places of some files: rows are read there, and nothing is joined.
+
+    A joined copy would be this process's own: eight processes would have eight.
+    """
+
+    def __init__(self, chunks: Sequence[NDArray], files: Sequence[NDArray], places: Sequence[tuple[int, int]]) -> None:
+        """``places``: the file of each chunk, and the byte in it where the chunk starts."""
+        first = chunks[0]
+        self.chunks, self.dtype = chunks, first.dtype
+        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+        self._starts = [0, *self._ends[:-1].tolist()]
+        self.shape = (int(self._ends[-1]), *first.shape[1:])
+        self._row = first.nbytes // len(first)
+        self._file = np.array([file for file, _ in places])
+        # Where row 0 would lie if the chunk began with it.
+        self._shift = np.array([at for _, at in places]) - np.array(self._starts) * self._row
+        # Rows as single items that begin at every byte: numpy copies such an item as fast as a row.
+        self._items = [
+            np.ndarray((max(0, len(file) - self._row + 1),), f"V{self._row}", file, strides=(1,)) for file in files
+        ]
+
+    @classmethod
+    def within(cls, chunks: Sequence[NDArray], files: Sequence[NDArray]) -> ColumnChunks | None:
+        """None if the rows have no bytes, or a chunk is not in a file: Arrow converts some types into new memory."""
+        bounds = [(_address(file), _address(file) + file.nbytes) for file in files]
+        places = []
+        for chunk in chunks:
+            start = _address(chunk)
+            inside = [at for at, (low, high) in enumerate(bounds) if low <= start and start + chunk.nbytes <= high]
+            if not chunk.nbytes or not chunk.flags.c_contiguous or not inside:
+                return None
+            places.append((inside[0], start - bounds[inside[0]][0]))
+        return cls(chunks, files, places) if places else None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def locate(self, row: int) -> tuple[NDArray, int]:
+        """The chunk of row 0 … len - 1, and its number within."""
+        chunk = bisect_right(self._starts, row) - 1
+        return self.chunks[chunk], row - self._starts[chunk]
+
+    def take(self, rows: NDArray) -> NDArray:
+        """A copy of rows 0 … len - 1, in this order."""
+        chunk = np.searchsorted(self._ends, rows, side="right")
+        at = rows * self._row + self._shift[chunk]
+        if len(self._items) == 1:
+            found = self._items[0][at]
+        else:
+            found, file = np.empty(len(rows), self._items[0].dtype), self._file[chunk]
+            for number in np.unique(file).tolist():
+                chosen = np.flatnonzero(file == number)
+                found[chosen] = self._items[number][at[chosen]]
+        return found.view(self.dtype).reshape(len(rows), *self.shape[1:])
+
+
+def _address(array: NDArray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _bytes(part: MappedFile | bytes) -> Any:
+    return part if isinstance(part, bytes) else part.buffer()
+
 
 def _buffer(part: MappedFile | bytes) -> Any:
     """A buffer for pyarrow that keeps the mapping alive."""
     import pyarrow as pa
 
-    return pa.py_buffer(part if isinstance(part, bytes) else part.buffer())
+    return pa.py_buffer(_bytes(part))
 
 
 def _array(column: Any, name: str) -> NDArray:

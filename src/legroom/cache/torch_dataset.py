@@ -7,13 +7,14 @@ entry again. Forked workers inherit the mappings.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import CachedData, Ragged
+from legroom.cache.cached_arrays_and_tables import CachedData, ColumnChunks, Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
 from legroom.system.lazy_and_optional_imports import require
@@ -165,9 +166,11 @@ def _copied(part: Any) -> Any:
 
 
 def _column(data: CachedData, name: str) -> Any:
-    value = data[name]
+    value = data.rows_of(name)
     if isinstance(value, Ragged):
         return value
+    if isinstance(value, ColumnChunks):
+        return _Chunks(value)
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         raise UsageError(
             say("{name} has no rows for a dataset", name=name),
@@ -180,11 +183,40 @@ def _column(data: CachedData, name: str) -> Any:
         return value  # strings, dates: rows as numpy arrays
 
 
+class _Chunks:
+    """The rows of a column in several record batches: as tensors, or as arrays where torch has no such type."""
+
+    def __init__(self, column: ColumnChunks) -> None:
+        import torch
+
+        self._column, self._wrap = column, torch.from_numpy
+        with warnings.catch_warnings():
+            # Read-only to numpy: torch would warn, once, although it is intended.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+            try:
+                torch.from_numpy(column.chunks[0])
+            except TypeError:
+                self._wrap = lambda array: array
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, row: int) -> Any:
+        chunk, within = self._column.locate(row)
+        return self._wrap(chunk)[within]
+
+    def take(self, rows: torch.Tensor) -> Any:
+        """A copy of these rows."""
+        return self._wrap(self._column.take(rows.numpy()))
+
+
 def _gather(column: Any, indices: torch.Tensor) -> Any:
     import torch
 
     if isinstance(column, torch.Tensor):
         return torch.index_select(column, 0, indices)
+    if isinstance(column, _Chunks):
+        return column.take(indices)
     if isinstance(column, Ragged):
         return [_copied(column[row]) for row in indices.tolist()]
     return np.take(column, indices.numpy(), axis=0)

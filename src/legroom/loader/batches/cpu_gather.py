@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import Ragged
+from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged
 from legroom.messages import say
 from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once, usable_cpus
 
 NDArray = np.ndarray[Any, Any]
-Column = NDArray | Ragged
+Column = NDArray | Ragged | ColumnChunks
 Batch = dict[str, Any]
 
 
@@ -95,6 +95,9 @@ def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | N
     wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
     if isinstance(column, Ragged):
         return partial(_rows, column, wrap)
+    if isinstance(column, ColumnChunks):
+        chunks = column
+        return lambda rows, one_core: wrap(chunks.take(rows))
     if not column.flags.c_contiguous and column.nbytes:
         windows = _WindowTaker(column)
         return lambda rows, one_core: wrap(windows(rows))
