@@ -99,8 +99,7 @@ def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | N
         chunks = column
         return lambda rows, one_core: wrap(chunks.take(rows))
     if not column.flags.c_contiguous and column.nbytes:
-        windows = _WindowTaker(column)
-        return lambda rows, one_core: wrap(windows(rows))
+        return _WindowTaker(column, wrap)
     take = _ArrayTaker(column, min(batch_size, len(column)))
     return lambda rows, one_core: wrap(take(rows, one_core))
 
@@ -131,13 +130,13 @@ class _WindowTaker:
     without gaps; it cannot write into a buffer.
     """
 
-    def __init__(self, column: NDArray) -> None:
-        self._shape, self._dtype = column.shape[1:], column.dtype
-        row = prod(self._shape) * column.itemsize
-        self._items = column.reshape(len(column), prod(self._shape)).view(f"V{row}")[:, 0]
+    def __init__(self, column: NDArray, wrap: Callable[[NDArray], Any]) -> None:
+        self._shape, self._dtype, self._wrap = (-1, *column.shape[1:]), column.dtype, wrap
+        row = prod(column.shape[1:]) * column.itemsize
+        self._items = column.reshape(len(column), prod(column.shape[1:])).view(f"V{row}")[:, 0]
 
-    def __call__(self, rows: NDArray) -> NDArray:
-        return self._items[rows].view(self._dtype).reshape(len(rows), *self._shape)
+    def __call__(self, rows: NDArray, one_core: bool) -> Any:
+        return self._wrap(self._items[rows].view(self._dtype).reshape(self._shape))
 
 
 def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
