@@ -371,7 +371,7 @@ class ColumnChunks:
         return cls(chunks, files, places) if places else None
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def locate(self, row: int) -> tuple[NDArray, int]:
         """The chunk of row 0 … len - 1, and its number within."""
@@ -389,7 +389,8 @@ class ColumnChunks:
             for number in np.unique(file).tolist():
                 chosen = np.flatnonzero(file == number)
                 found[chosen] = self._items[number][at[chosen]]
-        return found.view(self.dtype).reshape(len(rows), *self.shape[1:])
+        taken: NDArray = found.view(self.dtype).reshape(len(rows), *self.shape[1:])
+        return taken
 
 
 def _address(array: NDArray) -> int:
@@ -466,13 +467,9 @@ class Ragged(Sequence[Any]):
         self.offsets, self.values, self.text = offsets, values, text
         self._length = max(0, len(offsets) - 1)
         self.shape = shape or (self._length,)  # of the rows; they are counted in C order
-        self._edges = memoryview(offsets)
-        self._bytes = memoryview(values) if self.has_bytes else None
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether the values are bytes, of files or of text."""
-        return self.values.dtype == np.uint8
+        self.has_bytes = bool(values.dtype == np.uint8)  # of files or of text
+        self._edges: memoryview[int] = offsets.data
+        self._bytes: memoryview[int] | None = values.data if self.has_bytes else None
 
     def __len__(self) -> int:
         return self._length

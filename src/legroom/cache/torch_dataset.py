@@ -189,7 +189,8 @@ class _Chunks:
     def __init__(self, column: ColumnChunks) -> None:
         import torch
 
-        self._column, self._wrap = column, torch.from_numpy
+        self._column = column
+        self._wrap: Callable[[Any], Any] = torch.from_numpy
         with warnings.catch_warnings():
             # Read-only to numpy: torch would warn, once, although it is intended.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")

@@ -139,9 +139,9 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """The position of the latest loop: ``load_state_dict`` resumes with the batch after it."""
         progress = self._progress
-        ended = progress is None or progress.done
-        position = self._next_position() if ended else EpochPosition(progress.epoch, progress.given_out)
-        return as_dict(position, self._fingerprint)
+        if progress is None or progress.done:
+            return as_dict(self._next_position(), self._fingerprint)
+        return as_dict(EpochPosition(progress.epoch, progress.given_out), self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume there in the next loop; a state of other data or of another order is refused."""
