@@ -7,8 +7,8 @@ of rows with as many bytes as a window, from the same shared copy and from a mem
 CPU cache but must be used up before the next batch, and into two in turn. All get other rows in every round.
 Samples: the raw bytes of each, nothing is decoded. Contenders take turns and use the CPU time of their thread, so that
 other programs count little; the best round counts. Files are in the page cache. Does not cover: cold disks, GPUs.
-Memory: eight processes open the data and read everything. Their PSS, without that of eight processes that did the same
-with a few samples, and with Legroom's entry counted once, divided by the bytes of the entry.
+Memory: eight processes open the data and read everything. By how much more their PSS is than that of eight processes
+with fewer samples, divided by the bytes that these have less. Legroom's entry is counted once, as a part of its bytes.
 A peer that cannot be imported is a row that says so.
 """
 
@@ -519,7 +519,9 @@ def samples(name: str, folder: Path, scale: float, rounds: int) -> tuple[list[Ro
     if not which.measures_memory:
         return rows, raw
     places_of = {"legroom": (source, small), "peer": (path, few)}
-    copies = {who: memory(name, who, *where, count, size) for who, where in places_of.items()}
+    with legroom.open(small) as data:
+        sizes = size, data.info.bytes
+    copies = {who: memory(name, who, *where, count, sizes) for who, where in places_of.items()}
     raw["memory"] = copies
     note = f"{which.peer}: {copies['peer']['copies']:.3g}; {size / 1e6:.0f} MB"
     rows.append(Row(f"{which.name}, {PROCESSES} processes", copies["legroom"]["copies"], "copies", COPIES, note=note))
@@ -540,11 +542,12 @@ def cpu(work: Callable[[], object]) -> float:
 # Memory.
 
 
-def memory(name: str, who: str, path: Path, few: Path, count: int, size: int) -> dict[str, float]:
+def memory(name: str, who: str, path: Path, few: Path, count: int, sizes: tuple[int, int]) -> dict[str, float]:
     """Copies of the data in eight processes, which a process of its own forks."""
     line = [sys.executable, __file__, "--memory", name, who, os.fspath(path), os.fspath(few), str(count)]
     found: dict[str, float] = json.loads(subprocess.check_output(line, text=True).splitlines()[-1])
-    return {**found, "copies": found["bytes"] / size}
+    copies = found["grown_bytes"] / (sizes[0] - sizes[1]) + found["entry_bytes"] / sizes[0]
+    return {**found, "copies": copies}
 
 
 def measure_memory(name: str, who: str, path: Path, few: Path, count: int) -> dict[str, float]:
@@ -558,10 +561,11 @@ def measure_memory(name: str, who: str, path: Path, few: Path, count: int) -> di
     gc.freeze()
     own_few, shared_few = forked(which, who, few, FEW)
     own, shared = forked(which, who, path, count)
-    if who == "legroom":  # the entry, whether or not all of it is mapped
-        files = (file.stat() for file in Path(os.environ["LEGROOM_SHM"]).rglob("*") if file.is_file())
-        shared, shared_few = sum(file.st_blocks * 512 for file in files), 0
-    return {"bytes": own - own_few + shared - shared_few, "private_bytes": own - own_few, "shared_bytes": shared}
+    if who != "legroom":
+        return {"grown_bytes": own - own_few + shared - shared_few, "entry_bytes": 0}
+    with legroom.open(path) as data:  # its files, whether or not all of them is mapped
+        files = [file.stat() for file in Path(os.environ["LEGROOM_SHM"]).rglob(f"{data.info.key}/*")]
+    return {"grown_bytes": own - own_few, "entry_bytes": sum(file.st_blocks * 512 for file in files)}
 
 
 def forked(which: Samples, who: str, path: Path, count: int) -> tuple[int, int]:

@@ -170,8 +170,9 @@ SECTIONS = (
         "One process, by the CPU time of its thread. *Tokens*: a bare gather is `numpy.take` of rows of the same bytes "
         "as a window, of other rows in every round. Into one buffer, which stays in the CPU cache, it is a limit for a "
         "loop that has used up a batch before the next one; two buffers are what a loop needs that still holds one. "
-        "*Samples*: raw bytes of 110 kB, not decoded. *Copies*: PSS of eight processes that have read everything, "
-        "without that of eight that read 512 samples, and with the shared entry counted once, divided by its bytes. "
+        "*Samples*: raw bytes of 110 kB, not decoded. *Copies*: by how much more the PSS of eight processes is "
+        "than that of eight with fewer samples, per byte of data, after they have read everything. The shared entry is "
+        "counted once. "
         "Files that a peer reads stay in the page cache; what it maps counts, what it reads does not.",
     ),
 )

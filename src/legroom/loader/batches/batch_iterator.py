@@ -450,6 +450,7 @@ class Prefetcher:
         self._gather, self._background, self._clock = gatherer.gather, background or gatherer.gather, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
+        self._slow = 0  # how many of the next batches still remember a consumer that took longer than a hand-over
         self._returned: float | None = None
         self._pending: _Pending | None = None
 
@@ -460,7 +461,9 @@ class Prefetcher:
     def gather(self, rows: NDArray) -> Batch:
         asked = self._clock()
         if self._returned is not None:
-            self._consuming.append(asked - self._returned)
+            seconds = asked - self._returned
+            self._consuming.append(seconds)
+            self._slow = _REMEMBERED if seconds >= _HANDOVER else self._slow and self._slow - 1
         pending, self._pending = self._pending, None
         if pending is not None and pending.is_for(rows):
             batch = pending.result()
@@ -474,8 +477,8 @@ class Prefetcher:
 
     def begin(self, rows: NDArray) -> None:
         """Start gathering these rows where measurements show that it pays."""
-        if len(self._consuming) < _LEAST_MEASURED or max(self._consuming) < _HANDOVER:
-            return  # the second check saves a fast consumer the two medians
+        if not self._slow or len(self._consuming) < _LEAST_MEASURED:
+            return  # the first check saves a fast consumer the two medians
         if not prefetch_pays(median(self._gathering), median(self._consuming)):
             return
         if not room_for_threads(1):  # its thread could end before it begins, and the batch would never come

@@ -131,12 +131,13 @@ class _WindowTaker:
     """
 
     def __init__(self, column: NDArray, wrap: Callable[[NDArray], Any]) -> None:
-        self._shape, self._dtype, self._wrap = (-1, *column.shape[1:]), column.dtype, wrap
+        # A type with the shape of a row: one view makes an array of rows from items, which small batches notice.
+        self._rows, self._wrap = np.dtype((column.dtype, column.shape[1:])), wrap
         row = prod(column.shape[1:]) * column.itemsize
         self._items = column.reshape(len(column), prod(column.shape[1:])).view(f"V{row}")[:, 0]
 
     def __call__(self, rows: NDArray, one_core: bool) -> Any:
-        return self._wrap(self._items[rows].view(self._dtype).reshape(self._shape))
+        return self._wrap(self._items[rows].view(self._rows))
 
 
 def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
