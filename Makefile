@@ -162,12 +162,18 @@ test-torch-suite: ## torch's own tests of its DataLoader with ours: TORCH_TESTS=
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH LEGROOM_TORCH_TESTS=$(abspath $(TORCH_TESTS)) \
 	    $(TORCH_PYTHON) tests/release/torch_suite.py $(TESTS)
 
-# The peers want packages of their own versions: they have an environment to themselves, each if it can be had.
+# The peers want packages of their own versions: they have an environment to themselves, each if it can be had. The last
+# three require other versions of numpy or torch than the pinned ones, and are installed without their requirements.
+STREAMING := Brotli zstd python-snappy catalogue oci paramiko azure-storage-blob azure-storage-file-datalake \
+    azure-identity google-cloud-storage
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for peer in datasets tensordict ray 'vineyard setuptools<81'; do \
+	for peer in datasets tensordict ray 'vineyard setuptools<81' webdataset lmdb $(STREAMING); do \
 	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$peer \
+	    || echo "$$peer cannot be installed here: it is not measured"; done
+	for peer in torchvision megatron-core mosaicml-streaming; do \
+	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $$peer \
 	    || echo "$$peer cannot be installed here: it is not measured"; done
 	touch $@
 
@@ -185,6 +191,7 @@ bench: $(READY) $(PEERS)/.ready ## measure: speed as ratios against peers, side 
 	$(BIN)/python bench/parquet_ranks.py
 	$(BIN)/python bench/freeze.py
 	$(BIN)/python bench/leak.py
+	$(PEERS)/bin/python bench/formats_peers.py
 	$(PEERS)/bin/python bench/peers.py
 	$(BIN)/python bench/tables.py
 

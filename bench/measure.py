@@ -184,7 +184,9 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def number(value: float) -> str:
-    """Three figures, without an exponent."""
+    """Three figures, without an exponent; nothing for what is not a number: it was not measured."""
+    if value != value:
+        return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -29,7 +29,7 @@ goal set before the measurement; missed targets are listed too. `bench/README.md
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    if value is None:
+    if value is None or value != value:  # not a number: not measured
         return ""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
@@ -165,6 +165,17 @@ SECTIONS = (
         "formats",
         "Decoding HDF5 compared with h5py",
         "Both read a file in the page cache into their own memory. Nothing is hashed or shared.",
+    ),
+    (
+        "formats_peers",
+        "Data formats compared with their own libraries",
+        "One process, by the CPU time of its thread. *Tokens*: a bare gather is `numpy.take` of rows of the same bytes "
+        "as a window, of other rows in every round. Into one buffer, which stays in the CPU cache, it is a limit for a "
+        "loop that has used up a batch before the next one; two buffers are what a loop needs that still holds one. "
+        "*Samples*: raw bytes of 110 kB, not decoded. *Copies*: by how much more the PSS of eight processes is "
+        "than that of eight with fewer samples, per byte of data, after they have read everything. The shared entry is "
+        "counted once. "
+        "Files that a peer reads stay in the page cache; what it maps counts, what it reads does not.",
     ),
 )
 TITLES = {

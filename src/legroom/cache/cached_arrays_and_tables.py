@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 from weakref import WeakValueDictionary
 
@@ -96,6 +98,15 @@ class CachedData(Mapping[str, Any]):
         # The last step is to omit keys, and none were given.
         raise MissingKey(missing.what, why=missing.why, fix=missing.fix[:-1])
 
+    def rows_of(self, name: str) -> Any:
+        """As ``[]``, for reading row by row: columns of a table are not joined, and may be of any type."""
+        contents = self._open()
+        found = None if name in contents.ragged or name in contents.arrays else self._column(name)
+        if found is None or name in self._tables:
+            return self[name]
+        table, column = found
+        return table.rows(column)
+
     def __contains__(self, name: object) -> bool:
         contents = self._open()
         if name in contents.ragged or name in contents.arrays or name in self._tables:
@@ -177,11 +188,6 @@ class CachedData(Mapping[str, Any]):
 
         self._open()
         return shared_dataset(self, names or self._leaves(), transform, decode)
-
-    def column_rows(self, name: str) -> TableRows | None:
-        """The rows of a table's column whose values have no fixed width; None for anything else."""
-        found = self._column(name)
-        return None if found is None else found[0].rows(found[1])
 
     def ready(self, timeout: float | None = None) -> bool:
         """Wait until every page is mapped, so that the first epoch is as fast as the second."""
@@ -295,8 +301,8 @@ def _shown(value: Any) -> str:
 class StoredTable:
     """The requested columns of one table: Arrow IPC files, one per shard.
 
-    A column in one record batch is a view of the mapping. A column in several is joined, which copies it once for as
-    long as it is referenced.
+    A column in one record batch is a view of the mapping. One in several is joined if it is wanted as an array, which
+    copies it once for as long as it is referenced. Batches and datasets read its rows where they are.
     """
 
     def __init__(self, parts: Sequence[MappedFile | bytes], columns: Sequence[str]) -> None:
@@ -324,10 +330,16 @@ class StoredTable:
             array = self._arrays[column] = _array(self.whole().column(column), column)
         return array
 
-    def rows(self, column: str) -> TableRows | None:
-        """A column whose values have no fixed width, row by row; None for others."""
-        found = self.whole().column(column)
-        return None if _is_fixed(found.type) else TableRows(found)
+    def rows(self, column: str) -> NDArray | ColumnChunks | TableRows:
+        """A column to read row by row: not joined where it is in several record batches, unless it is already."""
+        stored = self.whole().column(column)
+        if not _is_fixed(stored.type):
+            return TableRows(stored)
+        if stored.num_chunks < 2 or column in self._arrays or stored.null_count:
+            return self.array(column)
+        chunks = [_values(chunk, column) for chunk in stored.chunks if len(chunk)]
+        found = ColumnChunks.within(chunks, [np.frombuffer(_bytes(part), np.uint8) for part in self._parts])
+        return self.array(column) if found is None else found
 
 
 class TableRows:
@@ -350,11 +362,77 @@ class TableRows:
         return value.as_py()
 
 
+class ColumnChunks:
+    """A column whose rows lie in several places of some files: rows are read there, and nothing is joined.
+
+    A joined copy would be this process's own: eight processes would have eight.
+    """
+
+    def __init__(self, chunks: Sequence[NDArray], files: Sequence[NDArray], places: Sequence[tuple[int, int]]) -> None:
+        """``places``: the file of each chunk, and the byte in it where the chunk starts."""
+        first = chunks[0]
+        self.chunks, self.dtype = chunks, first.dtype
+        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+        self._starts = [0, *self._ends[:-1].tolist()]
+        self.shape = (int(self._ends[-1]), *first.shape[1:])
+        self._row = first.nbytes // len(first)
+        self._file = np.array([file for file, _ in places])
+        # Where row 0 would lie if the chunk began with it.
+        self._shift = np.array([at for _, at in places]) - np.array(self._starts) * self._row
+        # Rows as single items that begin at every byte: numpy copies such an item as fast as a row.
+        self._items = [
+            np.ndarray((max(0, len(file) - self._row + 1),), f"V{self._row}", file, strides=(1,)) for file in files
+        ]
+
+    @classmethod
+    def within(cls, chunks: Sequence[NDArray], files: Sequence[NDArray]) -> ColumnChunks | None:
+        """None if the rows have no bytes, or a chunk is not in a file: Arrow converts some types into new memory."""
+        bounds = [(_address(file), _address(file) + file.nbytes) for file in files]
+        places = []
+        for chunk in chunks:
+            start = _address(chunk)
+            inside = [at for at, (low, high) in enumerate(bounds) if low <= start and start + chunk.nbytes <= high]
+            if not chunk.nbytes or not chunk.flags.c_contiguous or not inside:
+                return None
+            places.append((inside[0], start - bounds[inside[0]][0]))
+        return cls(chunks, files, places) if places else None
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def locate(self, row: int) -> tuple[NDArray, int]:
+        """The chunk of row 0 … len - 1, and its number within."""
+        chunk = bisect_right(self._starts, row) - 1
+        return self.chunks[chunk], row - self._starts[chunk]
+
+    def take(self, rows: NDArray) -> NDArray:
+        """A copy of rows 0 … len - 1, in this order."""
+        chunk = np.searchsorted(self._ends, rows, side="right")
+        at = rows * self._row + self._shift[chunk]
+        if len(self._items) == 1:
+            found = self._items[0][at]
+        else:
+            found, file = np.empty(len(rows), self._items[0].dtype), self._file[chunk]
+            for number in np.unique(file).tolist():
+                chosen = np.flatnonzero(file == number)
+                found[chosen] = self._items[number][at[chosen]]
+        taken: NDArray = found.view(self.dtype).reshape(len(rows), *self.shape[1:])
+        return taken
+
+
+def _address(array: NDArray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _bytes(part: MappedFile | bytes) -> Any:
+    return part if isinstance(part, bytes) else part.buffer()
+
+
 def _buffer(part: MappedFile | bytes) -> Any:
     """A buffer for pyarrow that keeps the mapping alive."""
     import pyarrow as pa
 
-    return pa.py_buffer(part if isinstance(part, bytes) else part.buffer())
+    return pa.py_buffer(_bytes(part))
 
 
 def _array(column: Any, name: str) -> NDArray:
@@ -403,33 +481,86 @@ def _cannot(name: str, why: str, *also: str) -> UnsupportedData:
     )
 
 
+_ROWS_AT_ONCE = 256  # of a loop over all rows: their offsets become Python numbers together
+_COPIED_TWICE = 256 << 10  # bytes of these rows up to which they are copied twice: they stay in the CPU cache
+
+
 class Ragged(Sequence[Any]):
-    """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays."""
+    """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays.
+
+    Memoryviews of both read a row: numpy makes an object of every number, which takes longer than the row's copy.
+    """
 
     def __init__(self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None) -> None:
         self.offsets, self.values, self.text = offsets, values, text
-        self.shape = shape or (max(0, len(offsets) - 1),)  # of the rows; they are counted in C order
+        self._length = max(0, len(offsets) - 1)
+        self.shape = shape or (self._length,)  # of the rows; they are counted in C order
+        self.has_bytes = bool(values.dtype == np.uint8)  # of files or of text
+        self._edges: memoryview[int] = offsets.data
+        self._bytes: memoryview[int] | None = values.data if self.has_bytes else None
 
     def __len__(self) -> int:
-        return max(0, len(self.offsets) - 1)
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        if isinstance(index, tuple):
-            index = int(np.ravel_multi_index(index, self.shape))
-        row = index.__index__()
-        if row < 0:
-            row += len(self)
-        if not 0 <= row < len(self):
+        if type(index) is not int:
+            if isinstance(index, slice):
+                return [self[row] for row in range(*index.indices(self._length))]
+            index = int(np.ravel_multi_index(index, self.shape)) if isinstance(index, tuple) else index.__index__()
+        row = index + self._length if index < 0 else index
+        if not 0 <= row < self._length:
             raise IndexError(index)
-        part = self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
-        return part.tobytes().decode("utf-8") if self.text else part
+        if self.text:
+            return str(self.copied(row), "utf-8")
+        return self.values[self._edges[row] : self._edges[row + 1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.text:
+            return map(_decode_text, self.all_copied())
+        return chain.from_iterable(map(self.values.__getitem__, slices) for slices in self._slices())
+
+    def copied(self, row: int) -> bytes:
+        """The bytes of row 0 … len - 1, if the values are bytes."""
+        assert self._bytes is not None
+        return self._bytes[self._edges[row] : self._edges[row + 1]].tobytes()
+
+    def all_copied(self) -> Iterator[bytes]:
+        """The bytes of every row in order, if the values are bytes."""
+        return chain.from_iterable(map(self._all_in, range(0, self._length, _ROWS_AT_ONCE)))
+
+    def _all_in(self, first: int) -> Iterator[bytes]:
+        """The rows from there on that are read at once. A slice of bytes takes less time than one of a memoryview."""
+        assert self._bytes is not None
+        edges = self.offsets[first : first + _ROWS_AT_ONCE + 1]
+        start, end = int(edges[0]), int(edges[-1])
+        if end - start > _COPIED_TWICE:
+            return map(bytes, map(self._bytes.__getitem__, _slices(edges)))
+        return map(self._bytes[start:end].tobytes().__getitem__, _slices(edges - start))
+
+    def _slices(self) -> Iterator[Iterator[slice]]:
+        for first in range(0, self._length, _ROWS_AT_ONCE):
+            yield _slices(self.offsets[first : first + _ROWS_AT_ONCE + 1])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _ragged, (self.offsets, self.values, self.text, self.shape)
 
     def __repr__(self) -> str:
         kind = "texts" if self.text else f"rows of {self.values.dtype}"
         return f"<Ragged: {len(self)} {kind}>"
+
+
+def _slices(edges: NDArray) -> Iterator[slice]:
+    numbers = edges.tolist()
+    return map(slice, numbers, numbers[1:])
+
+
+def _decode_text(text: bytes) -> str:
+    return text.decode("utf-8")
+
+
+def _ragged(offsets: NDArray, values: NDArray, text: bool, shape: tuple[int, ...]) -> Ragged:
+    return Ragged(offsets, values, text=text, shape=shape)

@@ -7,13 +7,14 @@ entry again. Forked workers inherit the mappings.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import CachedData, Ragged, TableRows
+from legroom.cache.cached_arrays_and_tables import CachedData, ColumnChunks, Ragged, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
 from legroom.system.lazy_and_optional_imports import require
@@ -51,9 +52,8 @@ class SharedDataset:
     ) -> None:
         self.data, self.names, self.transform = data, tuple(names), transform
         self.decode = _checked(decode, self.names)
-        self._columns = [_column(data, name) for name in self.names]
-        self._bytes = {name for name, column in zip(self.names, self._columns, strict=True) if _has_bytes(column)}
-        lengths = {name: len(column) for name, column in zip(self.names, self._columns, strict=True)}
+        self._columns = [_Column(name, _column(data, name), self.decode.get(name)) for name in self.names]
+        lengths = {column.name: len(column.values) for column in self._columns}
         if len(set(lengths.values())) != 1:
             raise UsageError(
                 say("these arrays have different numbers of rows"),
@@ -62,15 +62,27 @@ class SharedDataset:
                 fix=(say("pass arrays of equal length: data.dataset('images', 'labels')"),),
             )
         self._length = next(iter(lengths.values()))
+        self._read = [column.one for column in self._columns]
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        row = operator.index(index)
-        if not -self._length <= row < self._length:
+        row = index if type(index) is int else operator.index(index)
+        if row < 0:
+            row += self._length
+        if not 0 <= row < self._length:
             raise IndexError(index)
-        return self._sample([column[row] for column in self._columns], row, shared=True)
+        if self.transform is not None:
+            # A transform that works in place would change this process's copy of the data for every later epoch.
+            return self.transform(*[_copied(read(row)) for read in self._read])
+        return self._read[0](row) if len(self._read) == 1 else tuple([read(row) for read in self._read])
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.transform is not None:
+            return map(self.__getitem__, range(self._length))
+        every = [column.all() for column in self._columns]
+        return every[0] if len(every) == 1 else zip(*every, strict=True)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         import torch
@@ -79,31 +91,52 @@ class SharedDataset:
         if len(chosen) and not (-self._length <= int(chosen.min()) and int(chosen.max()) < self._length):
             raise IndexError(indices)
         chosen = torch.where(chosen < 0, chosen + self._length, chosen)
-        gathered = [_gather(column, chosen) for column in self._columns]
-        rows = chosen.tolist()
-        return [self._sample([part[at] for part in gathered], row, shared=False) for at, row in enumerate(rows)]
+        gathered = [column.several(chosen) for column in self._columns]
+        if self.transform is not None:
+            return [self.transform(*parts) for parts in zip(*gathered, strict=True)]
+        return list(gathered[0]) if len(gathered) == 1 else list(zip(*gathered, strict=True))
 
     def __reduce__(self) -> tuple[object, ...]:
         return shared_dataset, (self.data, self.names, self.transform, self.decode)
 
-    def _sample(self, parts: list[Any], row: int, *, shared: bool) -> Any:
-        if self.decode:
-            parts = [self._decoded(name, part, row) for name, part in zip(self.names, parts, strict=True)]
-        if self.transform is not None:
-            # A transform that works in place would change this process's copy of the data for every later epoch.
-            if shared:
-                parts = [_copied(part) for part in parts]
-            return self.transform(*parts)
-        return parts[0] if len(parts) == 1 else tuple(parts)
 
-    def _decoded(self, name: str, part: Any, row: int) -> Any:
-        function = self.decode.get(name)
-        if function is None:
-            return part
+class _Column:
+    """One array of a dataset, and how its rows get into samples. What decides that is looked at once, not per row."""
+
+    def __init__(self, name: str, values: Any, decode: Callable[[Any], Any] | None) -> None:
+        self.name, self.values, self._decode = name, values, decode
+        self._has_bytes = isinstance(values, Ragged) and values.has_bytes and not values.text
+        self._as_bytes = decode is bytes and self._has_bytes  # bytes(b) is b
+        self.one: Callable[[int], Any] = self._decoded
+        if decode is None or self._as_bytes:
+            self.one = values.__getitem__ if decode is None else values.copied
+
+    def all(self) -> Iterator[Any]:
+        """Every row in order, as ``one`` returns them."""
+        if not isinstance(self.values, Ragged):
+            return map(self.one, range(len(self.values)))
+        if self._decode is None:
+            return iter(self.values)
+        parts = self.values.all_copied() if self._has_bytes else map(_copied, self.values)
+        if self._as_bytes:
+            return parts
+        return map(self._call, parts, range(len(self.values)))
+
+    def several(self, rows: torch.Tensor) -> Iterable[Any]:
+        """Copies of these rows. A row is decoded when it is its turn, so that random numbers come sample by sample."""
+        if self._decode is not None:
+            return map(self.one, rows.tolist())
+        return _gather(self.values, rows)  # type: ignore[no-any-return]
+
+    def _decoded(self, row: int) -> Any:
+        return self._call(self.values.copied(row) if self._has_bytes else _copied(self.values[row]), row)
+
+    def _call(self, part: Any, row: int) -> Any:
+        assert self._decode is not None
         try:
-            return function(part.tobytes() if name in self._bytes else _copied(part))
+            return self._decode(part)
         except Exception as problem:
-            problem.add_note(say("decode[{name!r}] raised this for row {row}", name=name, row=row))
+            problem.add_note(say("decode[{name!r}] raised this for row {row}", name=self.name, row=row))
             raise
 
 
@@ -126,10 +159,6 @@ def _checked(decode: Decode | None, names: Sequence[str]) -> dict[str, Callable[
     return dict(decode)
 
 
-def _has_bytes(column: Any) -> bool:
-    return isinstance(column, Ragged) and not column.text and column.values.dtype == np.uint8
-
-
 def _copied(part: Any) -> Any:
     if isinstance(part, np.ndarray):
         return part.copy()
@@ -137,15 +166,11 @@ def _copied(part: Any) -> Any:
 
 
 def _column(data: CachedData, name: str) -> Any:
-    try:
-        value = data[name]
-    except UnsupportedData:
-        rows = data.column_rows(name)
-        if rows is None:
-            raise
-        return rows
-    if isinstance(value, Ragged):
+    value = data.rows_of(name)
+    if isinstance(value, (Ragged, TableRows)):
         return value
+    if isinstance(value, ColumnChunks):
+        return _Chunks(value)
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         raise UsageError(
             say("{name} has no rows for a dataset", name=name),
@@ -158,11 +183,41 @@ def _column(data: CachedData, name: str) -> Any:
         return value  # strings, dates: rows as numpy arrays
 
 
+class _Chunks:
+    """The rows of a column in several record batches: as tensors, or as arrays where torch has no such type."""
+
+    def __init__(self, column: ColumnChunks) -> None:
+        import torch
+
+        self._column = column
+        self._wrap: Callable[[Any], Any] = torch.from_numpy
+        with warnings.catch_warnings():
+            # Read-only to numpy: torch would warn, once, although it is intended.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+            try:
+                torch.from_numpy(column.chunks[0])
+            except TypeError:
+                self._wrap = lambda array: array
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, row: int) -> Any:
+        chunk, within = self._column.locate(row)
+        return self._wrap(chunk)[within]
+
+    def take(self, rows: torch.Tensor) -> Any:
+        """A copy of these rows."""
+        return self._wrap(self._column.take(rows.numpy()))
+
+
 def _gather(column: Any, indices: torch.Tensor) -> Any:
     import torch
 
     if isinstance(column, torch.Tensor):
         return torch.index_select(column, 0, indices)
+    if isinstance(column, _Chunks):
+        return column.take(indices)
     if isinstance(column, Ragged):
         return [_copied(column[row]) for row in indices.tolist()]
     if isinstance(column, TableRows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,23 @@ def test_ragged_rows(data) -> None:
     assert (data["rows/values"] == rows.values).all()
     grid = Ragged(np.array([0, 1, 3, 3, 4]), np.arange(4), text=False, shape=(2, 2))
     assert grid[0, 1].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("longest", [0, 40, 5000])  # 5000: more than is copied at once
+def test_a_loop_over_ragged_rows_gives_each_of_them(longest: int) -> None:
+    lengths = np.random.default_rng(2).integers(0, longest + 1, 700)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    values = np.random.default_rng(3).integers(32, 127, offsets[-1], dtype=np.uint8)
+    wanted = [values[first:last].tobytes() for first, last in pairwise(offsets)]
+    rows = Ragged(offsets, values, text=False)
+    assert [row.tobytes() for row in rows] == list(rows.all_copied()) == wanted
+    assert [rows[number].tobytes() for number in range(-700, 0)] == [rows.copied(row) for row in range(700)] == wanted
+    text = Ragged(offsets, values, text=True)
+    assert list(text) == [text[np.int64(row)] for row in range(700)] == [row.decode() for row in wanted]
+    again = pickle.loads(pickle.dumps(text))
+    assert list(again) == list(text) and again.shape == (700,)
+    numbers = Ragged(offsets, values.astype(np.float32), text=False)
+    assert all((found == row).all() for found, row in zip(numbers, rows, strict=True))
 
 
 def test_ready_in_a_forked_child(data) -> None:

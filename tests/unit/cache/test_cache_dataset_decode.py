@@ -97,3 +97,27 @@ def test_an_index_that_is_no_integer_is_a_type_error(tmp_path: Path) -> None:
     for index in (slice(0, 2), 1.0, "a"):
         with pytest.raises(TypeError):
             rows[index]  # type: ignore[index]
+
+
+def test_a_loop_over_all_samples_gives_what_their_numbers_give(data: Any) -> None:
+    def first_byte(value: bytes) -> int:
+        return value[0]
+
+    for names, more in (
+        (("png", "json", "__key__"), {"decode": {"png": read_image, "json": json.loads}}),
+        (("json",), {"decode": {"json": bytes}}),
+        (("__key__",), {"decode": {"__key__": str.upper}}),
+        (("png", "__key__"), {}),
+        (("png", "json"), {"decode": {"png": first_byte}, "transform": lambda image, about: (image, len(about))}),
+    ):
+        dataset = data.dataset(*names, **more)
+        for samples in (list(dataset), dataset.__getitems__(range(6))):
+            assert len(samples) == 6
+            for row, sample in enumerate(samples):
+                assert pickle.dumps(sample) == pickle.dumps(dataset[row]), names
+
+
+def test_an_error_in_a_loop_names_the_row(data: Any) -> None:
+    with pytest.raises(ValueError, match="no image") as caught:
+        list(data.dataset("png", decode={"png": fails}))
+    assert "row 0" in caught.value.__notes__[0]

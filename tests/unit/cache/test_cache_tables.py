@@ -265,3 +265,54 @@ def test_a_table_outlives_the_name_of_its_entry(shm: Path, tmp_path: Path, shard
     column = data["a"]
     data.close()
     assert column[-1] == 999
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("disabled", [False, True], ids=["cached", "disabled"])
+def test_rows_of_several_record_batches_are_not_joined(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, disabled: bool
+) -> None:
+    import torch
+
+    if disabled:
+        monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    paths = [tmp_path / f"{number}.arrow" for number in range(files)]
+    for number, where in enumerate(paths):
+        part = table(first=number * ROWS).select(FIXED)
+        with pa.ipc.new_file(where, part.schema) as writer:
+            for first, count in ((0, 7), (7, 1), (8, 0), (8, 400), (408, ROWS - 408)):
+                for batch in part.slice(first, count).to_batches():
+                    writer.write_batch(batch)
+    total = files * ROWS
+    with legroom.open(paths) as data:
+        monkeypatch.setattr(data._tables["table"], "array", lambda name: pytest.fail(f"{name} was joined"))
+        batches = data.batches(64, shuffle=True, seed=1, epoch=0)
+        numbers = [int(one) for batch in batches for one in batch["id"]]
+        assert sorted(numbers) == list(range(total)) != numbers
+        for batch in data.batches(50):
+            assert batch["weight"].tolist() == (batch["id"] / 2).tolist()
+            assert batch["vector"].dtype == torch.float32 and batch["vector"].shape == (50, 3)
+            assert (batch["vector"] == batch["id"][:, None]).all()
+            batch["id"][:] = -1  # a copy
+        dataset = data.dataset("id", "vector")
+        order = [0, 6, 7, 8, 407, 408, total - 1, -1, ROWS - 1, ROWS % total]
+        for row, (number, vector), (again, other) in zip(
+            order, [dataset[row] for row in order], dataset.__getitems__(order), strict=True
+        ):
+            assert number == again == row % total and vector.tolist() == other.tolist() == [row % total] * 3
+        assert [int(number) for number, _ in dataset] == list(range(total))
+        plain = data.batches(50, format="numpy", keys=["id"])
+        assert np.concatenate([batch["id"] for batch in plain]).tolist() == list(range(total))
+        state = batches.state_dict()
+    with legroom.open(paths) as data:  # the state is that of joined columns
+        wanted = [f"id int64[{total}]", f"vector float32[{total}, 3]", f"weight float64[{total}]"]
+        assert state["columns"] == wanted
+        assert (data["id"] == np.arange(total)).all() and data["id"] is data.rows_of("id")
+
+
+def test_columns_that_arrow_converts_are_joined(shm: Path, tmp_path: Path) -> None:
+    days = pa.chunked_array([pa.array([1, 2], pa.date32()), pa.array([3], pa.date32())])
+    ipc(pa.table({"day": days}), tmp_path / "days.arrow")
+    with legroom.open(tmp_path / "days.arrow") as data:
+        assert data.rows_of("day").tolist() == data["day"].tolist()
+        assert len(data.dataset("day")) == 3

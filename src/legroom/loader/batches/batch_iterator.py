@@ -52,7 +52,8 @@ NDArray = np.ndarray[Any, Any]
 class _EpochProgress:
     """How far a loop has come; it outlives the loop, which ``break`` drops."""
 
-    position: EpochPosition
+    epoch: int
+    given_out: int  # rows of its order
     done: bool = False
 
 
@@ -108,7 +109,7 @@ class Batches:
         if self._epoch is None and self._settings.shuffle:
             # Only shuffled loops count: a rank that evaluates more often than others must keep the same epoch.
             self._data.next_epoch = position.epoch + 1
-        self._progress = _EpochProgress(position)
+        self._progress = _EpochProgress(position.epoch, position.position)
         upcoming, self._begun = self._begun, None
         if upcoming is None or upcoming.start != position:
             self._begins_next_epoch = self._begins_next_epoch and upcoming is None
@@ -138,8 +139,9 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """The position of the latest loop: ``load_state_dict`` resumes with the batch after it."""
         progress = self._progress
-        position = self._next_position() if progress is None or progress.done else progress.position
-        return as_dict(position, self._fingerprint)
+        if progress is None or progress.done:
+            return as_dict(self._next_position(), self._fingerprint)
+        return as_dict(EpochPosition(progress.epoch, progress.given_out), self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume there in the next loop; a state of other data or of another order is refused."""
@@ -169,15 +171,23 @@ class _EpochBatches:
         self._sampler, self._order = sampler, order
         self.rows = sampler.rows
         self._after = start.position
-        self.next: deque[tuple[SampledBatch, NDArray]] = deque()
+        self._step = sampler.batch_size * sampler.world_size
+        self._last_whole = sampler.rows - self._step if order is not None else -1
+        self.next: deque[tuple[int, NDArray]] = deque()  # the position after a batch, and its rows
 
     def add(self) -> bool:
         """Add the batch after the last one; False: the epoch has no more."""
-        step = self._sampler.step(self._after)
+        at = self._after
+        if at <= self._last_whole and self._order is not None:  # as the sampler's step, in less time: for small batches
+            first = at + self._sampler.rank * self._sampler.batch_size
+            self._after = at + self._step
+            self.next.append((self._after, self._order[first : first + self._sampler.batch_size]))
+            return True
+        step = self._sampler.step(at)
         if step is None:
             return False
         self._after = step.after
-        self.next.append((step, self._rows_of(step)))
+        self.next.append((step.after, self._rows_of(step)))
         return True
 
     def _rows_of(self, step: SampledBatch) -> NDArray:
@@ -213,17 +223,16 @@ class _Loop:
         if not upcoming and not self._upcoming.add():
             self._progress.done = True
             raise StopIteration
-        step, rows = upcoming[0]
+        after, rows = upcoming[0]
         batch: Any = self._gatherer.gather(rows)
         self._prefetch()
         if self._transform is not None:
             # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
-        epoch = self._progress.position.epoch
-        self._progress.position = EpochPosition(epoch, step.after)
-        if self._orders is not None and 2 * step.after >= self._rows_in_epoch:
+        self._progress.given_out = after
+        if self._orders is not None and 2 * after >= self._rows_in_epoch:
             orders, self._orders = self._orders, None
-            orders.prepare(epoch + 1)
+            orders.prepare(self._progress.epoch + 1)
         upcoming.popleft()
         if step_callbacks.listeners:
             step_callbacks.batch_taken()
@@ -235,9 +244,10 @@ class _Loop:
         Otherwise the first batch of every epoch would be waited for: 4 % of an epoch of 14 batches of 33 MB.
         """
         this, ahead = self._upcoming, self._gatherer.ahead
-        while len(this.next) <= ahead and this.add():
-            self._gatherer.begin(this.next[-1][1])
-        if len(this.next) <= ahead and self._begin_next_epoch is not None:
+        waiting = this.next
+        while len(waiting) <= ahead and this.add():
+            self._gatherer.begin(waiting[-1][1])
+        if len(waiting) <= ahead and self._begin_next_epoch is not None:
             following = self._begin_next_epoch(this.start.epoch)
             while following is not None and len(this.next) + len(following.next) <= ahead and following.add():
                 self._gatherer.begin(following.next[-1][1])
@@ -440,6 +450,7 @@ class Prefetcher:
         self._gather, self._background, self._clock = gatherer.gather, background or gatherer.gather, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
+        self._slow = 0  # how many of the next batches still remember a consumer that took longer than a hand-over
         self._returned: float | None = None
         self._pending: _Pending | None = None
 
@@ -450,7 +461,9 @@ class Prefetcher:
     def gather(self, rows: NDArray) -> Batch:
         asked = self._clock()
         if self._returned is not None:
-            self._consuming.append(asked - self._returned)
+            seconds = asked - self._returned
+            self._consuming.append(seconds)
+            self._slow = _REMEMBERED if seconds >= _HANDOVER else self._slow and self._slow - 1
         pending, self._pending = self._pending, None
         if pending is not None and pending.is_for(rows):
             batch = pending.result()
@@ -464,8 +477,8 @@ class Prefetcher:
 
     def begin(self, rows: NDArray) -> None:
         """Start gathering these rows where measurements show that it pays."""
-        if len(self._consuming) < _LEAST_MEASURED or max(self._consuming) < _HANDOVER:
-            return  # the second check saves a fast consumer the two medians
+        if not self._slow or len(self._consuming) < _LEAST_MEASURED:
+            return  # the first check saves a fast consumer the two medians
         if not prefetch_pays(median(self._gathering), median(self._consuming)):
             return
         if not room_for_threads(1):  # its thread could end before it begins, and the batch would never come

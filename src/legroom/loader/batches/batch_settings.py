@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import Ragged
+from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
@@ -199,8 +199,10 @@ def _names(data: CachedData, asked: tuple[str, ...] | None) -> list[str]:
 
 
 def _column(data: CachedData, name: str) -> Column:
-    value = data[name]
-    if isinstance(value, Ragged) or (isinstance(value, np.ndarray) and value.ndim > 0):
+    value = data.rows_of(name)
+    if isinstance(value, TableRows):
+        value = data[name]  # raises with the reason
+    if isinstance(value, (Ragged, ColumnChunks)) or (isinstance(value, np.ndarray) and value.ndim > 0):
         return value
     raise UnsupportedData(
         say("{name} has no rows", name=name),
@@ -243,6 +245,7 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
         while len(data.gatherers) > _KEPT_GATHERERS:
             data.gatherers.pop(next(iter(data.gatherers)))
         return found
+    columns = {name: data[name] if isinstance(one, ColumnChunks) else one for name, one in columns.items()}
     movable = {name: column for name, column in columns.items() if _is_tensor(column)}
     if not movable:
         raise UnsupportedData(

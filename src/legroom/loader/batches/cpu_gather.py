@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import Ragged
+from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged
 from legroom.messages import say
 from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once, usable_cpus
 
 NDArray = np.ndarray[Any, Any]
-Column = NDArray | Ragged
+Column = NDArray | Ragged | ColumnChunks
 Batch = dict[str, Any]
 
 
@@ -95,9 +95,11 @@ def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | N
     wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
     if isinstance(column, Ragged):
         return partial(_rows, column, wrap)
+    if isinstance(column, ColumnChunks):
+        chunks = column
+        return lambda rows, one_core: wrap(chunks.take(rows))
     if not column.flags.c_contiguous and column.nbytes:
-        windows = _WindowTaker(column)
-        return lambda rows, one_core: wrap(windows(rows))
+        return _WindowTaker(column, wrap)
     take = _ArrayTaker(column, min(batch_size, len(column)))
     return lambda rows, one_core: wrap(take(rows, one_core))
 
@@ -128,13 +130,14 @@ class _WindowTaker:
     without gaps; it cannot write into a buffer.
     """
 
-    def __init__(self, column: NDArray) -> None:
-        self._shape, self._dtype = column.shape[1:], column.dtype
-        row = prod(self._shape) * column.itemsize
-        self._items = column.reshape(len(column), prod(self._shape)).view(f"V{row}")[:, 0]
+    def __init__(self, column: NDArray, wrap: Callable[[NDArray], Any]) -> None:
+        # A type with the shape of a row: one view makes an array of rows from items, which small batches notice.
+        self._rows, self._wrap = np.dtype((column.dtype, column.shape[1:])), wrap
+        row = prod(column.shape[1:]) * column.itemsize
+        self._items = column.reshape(len(column), prod(column.shape[1:])).view(f"V{row}")[:, 0]
 
-    def __call__(self, rows: NDArray) -> NDArray:
-        return self._items[rows].view(self._dtype).reshape(len(rows), *self._shape)
+    def __call__(self, rows: NDArray, one_core: bool) -> Any:
+        return self._wrap(self._items[rows].view(self._rows))
 
 
 def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
