@@ -417,7 +417,9 @@ def parquet(folder: Path, **options: Any) -> Path:
     path, table = folder / "data.parquet", common_table()
     try:
         pq.write_table(table, path, row_group_size=900, **options)
-    except pa.ArrowNotImplementedError:  # older releases read lists of a fixed size that are null, and do not write them
+    except (
+        pa.ArrowNotImplementedError
+    ):  # older releases read lists of a fixed size that are null, and do not write them
         pq.write_table(table.drop_columns("embedding"), path, row_group_size=900, **options)
     return path
 
