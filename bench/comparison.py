@@ -83,8 +83,8 @@ def _row(found: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def _attach(found: dict[str, Any]) -> Line:
-    ours = _row(found, "attach and first row, 368 MB")["value"]
-    usual = _row(found, "h5py preload of the same file, warm")["value"]
+    ours = _row(found, "first open of a fresh process")["value"]
+    usual = _row(found, "h5py preload in a fresh process")["value"]
     words = {
         "en": "time until a second process has the first row of a 368 MB file that is already in Legroom's cache, "
         "without imports (baseline: h5py reads the whole file from the page cache)",
