@@ -72,9 +72,14 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("data", nargs="+", help=either("a directory, tar shards, or a pattern", "目录、tar 分片或通配符"))
     add("--batch_size", type=int, default=32, help=either("images per batch (default 32)", "批大小（默认 32）"))
-    add("--epochs", type=int, default=4, help=either("default 4", "轮数（默认 4）"))
+    add("--epochs", type=int, default=4, help=either("epochs to train (default 4)", "轮数（默认 4）"))
     add("--num_workers", type=int, default=2, help=either("processes that decode (default 2)", "解码进程数（默认 2）"))
-    add("--seed", type=int, default=0, help=either("of weights and order (default 0)", "权重和顺序的种子（默认 0）"))
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help=either("seed of weights and order (default 0)", "权重和顺序的种子（默认 0）"),
+    )
     args = parser.parse_args(argv)
     try:
         data = legroom.open(args.data)
