@@ -38,7 +38,7 @@ def read_class_and_image(data: bytes) -> tuple[torch.Tensor, int]:
     return read_image(data[1:]), data[0]
 
 
-def dataset_of(data: legroom.Data) -> Dataset:
+def dataset_of(data) -> Dataset:
     """Pairs of an image and its class, decoded where they are read."""
     if data.info.format == "webdataset":
         return data.dataset("jpg", "cls", decode={"jpg": read_image, "cls": int})
@@ -47,7 +47,7 @@ def dataset_of(data: legroom.Data) -> Dataset:
     return data.dataset("image", "label", decode={"image": read_image})  # MDS, folder
 
 
-def labels_of(data: legroom.Data) -> list[int]:
+def labels_of(data) -> list[int]:
     """Every class, without decoding an image."""
     if data.info.format == "webdataset":
         return [int(bytes(text)) for text in data["cls"]]
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(error.exit_status, f"{error}\n")
 
 
-def train(data: legroom.Data, args: argparse.Namespace) -> None:
+def train(data, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     dataset, labels = dataset_of(data), labels_of(data)

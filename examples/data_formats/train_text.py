@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(error.exit_status, f"{error}\n")
 
 
-def train(data: legroom.Data, args: argparse.Namespace) -> None:
+def train(data, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     loaders = []

@@ -46,7 +46,7 @@ def score(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
 
-def all_tokens(data: legroom.Data):
+def all_tokens(data):
     """The tokens as one array on the shared copy."""
     return data["sequences"].values if data.info.format == "megatron" else data["tokens"]
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(error.exit_status, f"{error}\n")
 
 
-def train(data: legroom.Data, val: legroom.Data, args: argparse.Namespace) -> None:
+def train(data, val, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     windows = {"batch_size": args.batch_size, "sequence_length": args.sequence_length, "device": device}
