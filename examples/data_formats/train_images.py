@@ -38,7 +38,7 @@ def read_class_and_image(data: bytes) -> tuple[torch.Tensor, int]:
     return read_image(data[1:]), data[0]
 
 
-def dataset_of(data: legroom.Data) -> Dataset:
+def dataset_of(data) -> Dataset:
     """Pairs of an image and its class, decoded where they are read."""
     if data.info.format == "webdataset":
         return data.dataset("jpg", "cls", decode={"jpg": read_image, "cls": int})
@@ -47,7 +47,7 @@ def dataset_of(data: legroom.Data) -> Dataset:
     return data.dataset("image", "label", decode={"image": read_image})  # MDS, folder
 
 
-def labels_of(data: legroom.Data) -> list[int]:
+def labels_of(data) -> list[int]:
     """Every class, without decoding an image."""
     if data.info.format == "webdataset":
         return [int(bytes(text)) for text in data["cls"]]
@@ -72,9 +72,14 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("data", nargs="+", help=either("a directory, tar shards, or a pattern", "目录、tar 分片或通配符"))
     add("--batch_size", type=int, default=32, help=either("images per batch (default 32)", "批大小（默认 32）"))
-    add("--epochs", type=int, default=4, help=either("default 4", "轮数（默认 4）"))
+    add("--epochs", type=int, default=4, help=either("epochs to train (default 4)", "轮数（默认 4）"))
     add("--num_workers", type=int, default=2, help=either("processes that decode (default 2)", "解码进程数（默认 2）"))
-    add("--seed", type=int, default=0, help=either("of weights and order (default 0)", "权重和顺序的种子（默认 0）"))
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help=either("seed of weights and order (default 0)", "权重和顺序的种子（默认 0）"),
+    )
     args = parser.parse_args(argv)
     try:
         data = legroom.open(args.data)
@@ -83,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(error.exit_status, f"{error}\n")
 
 
-def train(data: legroom.Data, args: argparse.Namespace) -> None:
+def train(data, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     dataset, labels = dataset_of(data), labels_of(data)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--text", default="text", help=either("column of texts (default text)", "文本列（默认 text）"))
     add("--label", default="label", help=either("column of classes (default label)", "类别列（默认 label）"))
     add("--batch_size", type=int, default=32, help=either("texts per batch (default 32)", "批大小（默认 32）"))
-    add("--epochs", type=int, default=3, help=either("default 3", "轮数（默认 3）"))
+    add("--epochs", type=int, default=3, help=either("epochs to train (default 3)", "轮数（默认 3）"))
     add("--num_workers", type=int, default=2, help=either("worker processes (default 2)", "worker 进程数（默认 2）"))
     args = parser.parse_args(argv)
     try:
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(error.exit_status, f"{error}\n")
 
 
-def train(data: legroom.Data, args: argparse.Namespace) -> None:
+def train(data, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     loaders = []

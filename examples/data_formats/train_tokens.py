@@ -46,21 +46,28 @@ def score(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     return cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
 
-def all_tokens(data: legroom.Data):
+def all_tokens(data):
     """The tokens as one array on the shared copy."""
     return data["sequences"].values if data.info.format == "megatron" else data["tokens"]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=either("Train a small GPT.", "用 token 文件训练一个小型 GPT。"))
+    parser = argparse.ArgumentParser(
+        description=either("Train a small GPT on token files.", "用 token 文件训练一个小型 GPT。")
+    )
     add = parser.add_argument
     add("data", nargs="+", help=either(".bin or .idx: a file, shards or a pattern", ".bin 或 .idx：文件、分片或通配符"))
-    add("--val", nargs="+", required=True, help=either("likewise, for validation", "验证集，写法相同"))
-    add("--dtype", help=either("of files without a header, as nanoGPT's", "无文件头（如 nanoGPT）时的类型"))
-    add("--sequence_length", type=int, default=64, help=either("tokens (default 64)", "窗口长度（默认 64）"))
+    add("--val", nargs="+", required=True, help=either("files for validation, named alike", "验证集文件，写法相同"))
+    add("--dtype", help=either("type of tokens without a header: uint16", "无文件头时的 token 类型：uint16"))
+    add("--sequence_length", type=int, default=64, help=either("tokens a window (64)", "窗口的 token 数（64）"))
     add("--batch_size", type=int, default=32, help=either("windows per batch (default 32)", "批大小（默认 32）"))
     add("--steps", type=int, default=200, help=either("optimizer steps (default 200)", "训练步数（默认 200）"))
-    add("--seed", type=int, default=0, help=either("of weights and order (default 0)", "权重和顺序的种子（默认 0）"))
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help=either("seed of weights and order (default 0)", "权重和顺序的种子（默认 0）"),
+    )
     args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error(either("--steps must be at least 1", "--steps 至少为 1"))
@@ -71,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(error.exit_status, f"{error}\n")
 
 
-def train(data: legroom.Data, val: legroom.Data, args: argparse.Namespace) -> None:
+def train(data, val, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     windows = {"batch_size": args.batch_size, "sequence_length": args.sequence_length, "device": device}
