@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import h5py
@@ -36,6 +37,7 @@ else:
 """
 
 
+@cache
 def numbers() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 200, (ROWS, WIDTH), np.int32)
 
@@ -143,6 +145,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         return made[name]
 
     yield source
+    numbers.cache_clear()
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
