@@ -81,14 +81,21 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
         def order() -> np.ndarray:
             return chance.permutation(windows)[: STEPS * batch_size].reshape(STEPS, batch_size)
 
-        def take(tokens: np.ndarray, count: int) -> Callable[[], float]:
+        def take(
+            tokens: np.ndarray, count: int, use: Callable[[np.ndarray], object] = lambda rows: rows
+        ) -> Callable[[], float]:
             rows = tokens[: windows * (length + 1)].reshape(windows, length + 1).view(np.uint8)
 
             def once() -> float:
                 at = order()
-                return per_call(lambda step: np.take(rows, at[step], axis=0, out=buffers[step % count], mode="clip"))
+                return per_call(
+                    lambda step: use(np.take(rows, at[step], axis=0, out=buffers[step % count], mode="clip"))
+                )
 
             return once
+
+        def as_tensor(rows: np.ndarray) -> dict[str, torch.Tensor]:
+            return {"tokens": torch.from_numpy(rows.view(np.uint16))}
 
         def nanogpt() -> float:
             starts = order() * length
@@ -106,6 +113,7 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
                 "nanoGPT": nanogpt,
                 "take": take(data["tokens"], 1),
                 "take, two buffers": take(data["tokens"], 2),
+                "take, two buffers, as tensors": take(data["tokens"], 2, as_tensor),
                 "take of the memmap": take(flat, 1),
                 "take of the memmap, two buffers": take(flat, 2),
                 **{name: loop(name) for name in loops},
@@ -123,6 +131,7 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
     return [
         row("bare gather of the shared copy", "take", "legroom", 0.9, every),
         row("the same into two buffers", "take, two buffers", "legroom", 0.9),
+        row("the same as tensors, which Legroom returns", "take, two buffers, as tensors", "legroom", 0.9),
         row("bare gather of a memmap, with backing='inplace'", "take of the memmap", "legroom of the memmap", 0.9),
         row("the same into two buffers", "take of the memmap, two buffers", "legroom of the memmap", 0.9),
         row("nanoGPT's loop, as int64", "nanoGPT", "legroom, as int64", FASTER),
