@@ -135,7 +135,7 @@ def _uneven(measured: Measured, batch: int, workers: int) -> float:
 
 
 PREFETCHES = (1, 2, 4)
-_SLACK = 1.05  # 5 % of speed is not worth another worker's memory
+SLACK = 1.05  # 5 % of speed is not worth another worker's memory
 _WAITING = 4  # most workers per core if they wait more than they compute
 _MOST = 64
 
@@ -260,7 +260,7 @@ def _ideal(
         for prefetch in PREFETCHES
     ]
     times = {candidate: pace(measured, candidate, cores, request.step) for candidate in candidates}
-    enough = min(times.values()) * _SLACK
+    enough = min(times.values()) * SLACK
     fast = [candidate for candidate in candidates if times[candidate] <= enough]
     if _overlaps(measured, request):
         fast = [candidate for candidate in fast if candidate.num_workers] or fast

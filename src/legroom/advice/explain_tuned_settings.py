@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from legroom.advice.choose_tuned_settings import (
+    SLACK,
     Choice,
     Climbed,
     TuneRequest,
@@ -126,7 +127,7 @@ def _why_no_more(measured: Measured, request: TuneRequest, choice: Choice) -> st
         return _bound(bound, measured, choice)
     now = pace(measured, candidate, choice.cores, request.step)
     more = pace(measured, replace(candidate, num_workers=candidate.num_workers + 1), choice.cores, request.step)
-    if request.step.seconds and now <= request.step.seconds * 1.05:
+    if request.step.seconds and now <= request.step.seconds * SLACK:
         return say("another worker would be idle")
     return say("another worker would gain {share:.0%}", share=max(0.0, 1 - more / now))
 
