@@ -297,7 +297,9 @@ def read_llm_c(path: Path) -> Arrays:
 
 
 def torch_checkpoint(folder: Path) -> Path:
-    import torch
+    import pytest
+
+    torch = pytest.importorskip("torch")
 
     path = folder / "data.pt"
     arrays = {name: torch.from_numpy(np.array(a)) for name, a in common_arrays().items() if _torch_has(a)}
@@ -417,7 +419,9 @@ def parquet(folder: Path, **options: Any) -> Path:
     path, table = folder / "data.parquet", common_table()
     try:
         pq.write_table(table, path, row_group_size=900, **options)
-    except pa.ArrowNotImplementedError:  # older releases read lists of a fixed size that are null, and do not write them
+    except (
+        pa.ArrowNotImplementedError
+    ):  # older releases read lists of a fixed size that are null, and do not write them
         pq.write_table(table.drop_columns("embedding"), path, row_group_size=900, **options)
     return path
 

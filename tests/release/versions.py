@@ -41,7 +41,9 @@ WITHOUT_TORCH = (
     "tests/unit/cli/test_cache_cli.py",
     "tests/unit/cli/test_doctor.py",
     "tests/unit/cli/test_cli_plan.py",
-    "tests/unit/probe",
+    "tests/unit/probe/test_probe_gpu_devices.py",
+    "tests/unit/probe/test_probe_memory.py",
+    "tests/unit/test_other_platforms.py",
 )  # fmt: skip
 WITH_TORCH = (
     *WITHOUT_TORCH,
