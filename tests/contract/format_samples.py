@@ -297,7 +297,9 @@ def read_llm_c(path: Path) -> Arrays:
 
 
 def torch_checkpoint(folder: Path) -> Path:
-    import torch
+    import pytest
+
+    torch = pytest.importorskip("torch")
 
     path = folder / "data.pt"
     arrays = {name: torch.from_numpy(np.array(a)) for name, a in common_arrays().items() if _torch_has(a)}

@@ -41,7 +41,9 @@ WITHOUT_TORCH = (
     "tests/unit/cli/test_cache_cli.py",
     "tests/unit/cli/test_doctor.py",
     "tests/unit/cli/test_cli_plan.py",
-    "tests/unit/probe",
+    "tests/unit/probe/test_probe_gpu_devices.py",
+    "tests/unit/probe/test_probe_memory.py",
+    "tests/unit/test_other_platforms.py",
 )  # fmt: skip
 WITH_TORCH = (
     *WITHOUT_TORCH,
@@ -52,6 +54,20 @@ WITH_TORCH = (
         "stream_errors", "stream_formats", "stream_rank_and_worker_shards", "stream_torch",
     )),
 )  # fmt: skip
+
+TABLES, ZARR = "tests/unit/formats/test_formats_table_readers.py", "tests/unit/formats/test_formats_zarr_reader.py"
+CREATE_ARRAY = "Group.create_array() of zarr 3.0.8 has no argument data, with which the test writes its file"
+# Tests that are left out with the lower bounds, and why.
+NOT_WITH_THE_OLDEST = {
+    f"{TABLES}::test_the_footer_is_read_as_pyarrow_reads_it": "pyarrow 15 writes no size statistics",
+    f"{TABLES}::test_memory_stays_small_while_a_large_row_group_is_written": "pyarrow 15 takes 34 MB, not 25 MB",
+    f"{TABLES}::test_a_stream_that_replaces_a_dictionary_is_refused": "pyarrow 15 cannot write such a stream this way",
+    f"{TABLES}::test_views_and_unions_come_through_arrow": "pyarrow 15 has no string_view",
+    f"{ZARR}::test_shards_are_read_whole": CREATE_ARRAY,
+    f"{ZARR}::test_large_arrays_are_read_in_pieces_cut_between_chunks": CREATE_ARRAY,
+    f"{ZARR}::test_strings_of_variable_length_are_refused_by_name": CREATE_ARRAY,
+    f"{ZARR}::test_a_damaged_chunk_is_detected": CREATE_ARRAY,
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,18 @@ def try_case(case: Case, built: Built, folder: Path) -> bool:
         print(f"{case.name}: A LOWER BOUND IS A RELEASE THAT ITS AUTHORS HAVE WITHDRAWN\n{done.stderr[-4000:]}")
         return False
     print(f"{case.name}: {versions(python)}", flush=True)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not real and not soak", *case.tests]
+    left_out = NOT_WITH_THE_OLDEST if case.oldest else {}
+    for test, why in left_out.items():
+        print(f"{case.name}: left out: {test}: {why}")
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not real and not soak",
+        *(f"--deselect={test}" for test in left_out),
+    ]
+    command = [python, "-m", "pytest", *options, *case.tests]
     passed = subprocess.run(command, cwd=built.unpacked, env=environment_variables()).returncode == 0
     print(f"{case.name}: {'passed' if passed else 'FAILED'}", flush=True)
     return passed

@@ -259,6 +259,7 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_noticed(shards: Path) -> N
 
 
 def test_a_directory_is_one_entry_and_a_changed_shard_another(shards: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     with legroom.open(shards) as data:
         assert data["caption"][1] == "größe 1" and len(data["image"]) == 9
         key = data.info.key

@@ -436,6 +436,7 @@ def test_large_small_and_empty_files_are_cut_into_slabs(
 
 
 def test_shards_are_joined_and_their_rows_are_samples(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     every = samples(12, 2000)
     write_tar(tmp_path / "s-0.tar", every[:15])
     write_tar(tmp_path / "s-1.tar", every[15:])
