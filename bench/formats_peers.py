@@ -433,7 +433,7 @@ class Megatron(Samples):
         from megatron.core.datasets.utils import Split
 
         class Tokenizer:
-            eod, pad, unique_identifiers = 0, -1, {"class": "none"}
+            eod, pad, vocab_size, unique_identifiers = 0, -1, 50_000, {"class": "none"}
 
         config = GPTDatasetConfig(
             random_seed=1, sequence_length=self.size, blend=([str(path)], None), split="1,0,0", tokenizer=Tokenizer(),
