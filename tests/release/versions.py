@@ -36,7 +36,7 @@ WITHOUT_TORCH = (
     "tests/contract/test_formats.py",
     "tests/unit/formats",
     *(f"tests/unit/cache/test_cache_{name}.py" for name in (
-        "open", "cached_arrays_and_tables", "tables", "checksums", "freeze", "frozen_encoding", "token_files",
+        "open", "cached_arrays_and_tables", "tables", "checksums", "freeze", "frozen_encoding",
     )),
     "tests/unit/cli/test_cache_cli.py",
     "tests/unit/cli/test_doctor.py",
@@ -47,6 +47,7 @@ WITHOUT_TORCH = (
 )  # fmt: skip
 WITH_TORCH = (
     *WITHOUT_TORCH,
+    "tests/unit/cache/test_cache_token_files.py",
     "tests/contract/test_contract_batches.py",
     "tests/contract/test_contract_dataloader.py",
     *(f"tests/unit/loader/test_{name}.py" for name in (
@@ -56,6 +57,7 @@ WITH_TORCH = (
 )  # fmt: skip
 
 TABLES, ZARR = "tests/unit/formats/test_formats_table_readers.py", "tests/unit/formats/test_formats_zarr_reader.py"
+FUZZ = "tests/unit/formats/test_formats_fuzz.py::test_a_damaged_file_is_an_error_or_right"
 CREATE_ARRAY = "Group.create_array() of zarr 3.0.8 has no argument data, with which the test writes its file"
 # Tests that are left out with the lower bounds, and why.
 NOT_WITH_THE_OLDEST = {
@@ -141,6 +143,7 @@ def try_case(case: Case, built: Built, folder: Path) -> bool:
         return False
     print(f"{case.name}: {versions(python)}", flush=True)
     left_out = NOT_WITH_THE_OLDEST if case.oldest else {}
+    left_out |= {} if case.torch else {f"{FUZZ}[torch]": "it needs torch"}
     for test, why in left_out.items():
         print(f"{case.name}: left out: {test}: {why}")
     options = [
