@@ -21,7 +21,7 @@ from share_data import Noise, Trainers, reference, workers_of
 
 from legroom.errors import BudgetTooSmall, ShareMismatch
 from legroom.loader.dataloader.memory_slots import Slot
-from legroom.loader.dataloader.sharing.batches_kept_for_trainers import Entry
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry
 from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
