@@ -158,7 +158,7 @@ class CachedData(Mapping[str, Any]):
         columns = [column for columns in self.columns.values() for column in columns]
         for name in names or [*self._open().arrays, *columns]:
             try:
-                found[name] = _tensor(self[name], name)
+                found[name] = as_tensor(self[name], name)
             except UnsupportedData as problem:
                 if names:
                     raise
@@ -278,7 +278,8 @@ def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> di
     return found
 
 
-def _tensor(array: Any, name: str) -> torch.Tensor:
+def as_tensor(array: Any, name: str) -> torch.Tensor:
+    """A tensor on the same memory; UnsupportedData if torch has no such type."""
     needed = require("torch", "torch", "data.tensors()", instead=(phrase("use the numpy array"),))
     try:
         with warnings.catch_warnings():

@@ -7,14 +7,13 @@ entry again. Forked workers inherit the mappings.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import CachedData, ColumnChunks, Ragged, TableRows
+from legroom.cache.cached_arrays_and_tables import CachedData, ColumnChunks, Ragged, TableRows, as_tensor
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
 from legroom.system.lazy_and_optional_imports import require
@@ -191,13 +190,10 @@ class _Chunks:
 
         self._column = column
         self._wrap: Callable[[Any], Any] = torch.from_numpy
-        with warnings.catch_warnings():
-            # Read-only to numpy: torch would warn, once, although it is intended.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-            try:
-                torch.from_numpy(column.chunks[0])
-            except TypeError:
-                self._wrap = lambda array: array
+        try:
+            as_tensor(column.chunks[0], "")  # torch warns of read-only memory once, and this is intended
+        except UnsupportedData:
+            self._wrap = lambda array: array
 
     def __len__(self) -> int:
         return len(self._column)
