@@ -58,7 +58,12 @@ def test_every_command_has_help_json_a_page_and_a_file(verb: str) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "shown", "earlier"),
-    [("doctor", "--pid", "--job"), ("leak", "--html", "--page"), ("tune", "--benchmark", "--climb")],
+    [
+        ("doctor", "--pid", "--job"),
+        ("leak", "--html", "--page"),
+        ("tune", "--benchmark", "--climb"),
+        ("tune", "--world-size", "--ranks"),
+    ],
 )
 def test_earlier_names_of_options_are_accepted(verb: str, shown: str, earlier: str) -> None:
     command = cli.get_command(click.Context(cli), verb)

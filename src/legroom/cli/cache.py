@@ -27,6 +27,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 def command() -> None:
     """Share one copy of a dataset between processes: load, list, remove.
 
+    A Python script uses the shared copy if it opens the file with legroom.open().
+
     Every subcommand has --json. FILE is the path or URL that was loaded. ID is the hash that legroom cache list
     prints, or a unique prefix of it. NAME is the name of an object that a script put into the cache with
     legroom.freeze(..., name=NAME).
@@ -157,7 +159,7 @@ def info(what: str, as_json: bool) -> None:
 )
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
-    """Remove one entry, or with --all every entry that is not in use.
+    """Remove one entry; with --all, remove every entry that is not in use.
 
     Without --force, an entry in use is kept, and the exit status is 1.
     """

@@ -43,8 +43,14 @@ from legroom.system.argument_checks import check_integer
     "--process-ram",
     type=SIZE,
     metavar="SIZE",
-    help="RAM of each rank without batches and parameters; counts if it is more than was measured.  [default: "
-    "measured, else 0]",
+    help="RAM of each rank without batches and parameters. If the measured value is larger, that one is used.  "
+    "[default: measured, else 0]",
+)
+@click.option(
+    "--per-process",
+    type=SIZE,
+    metavar="SIZE",
+    help="Other /dev/shm that each rank uses, not counting the DataLoader's batches.  [default: 0]",
 )
 @training_options
 @click.option(
@@ -84,9 +90,11 @@ def command(
     """Predict whether a DataLoader fits in the free /dev/shm and RAM; print what runs out and settings that fit.
 
     Give the samples with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. If torch is installed, a child
-    process runs the DataLoader for some seconds and measures it.
+    process runs a DataLoader with these settings for some seconds and measures its memory. With --data or
+    --sample-bytes, its samples are tensors of the same size.
 
-    The model counts only if it is in host RAM and given with --params or --process-ram. GPU memory is not predicted.
+    To count a model in host RAM, give --params. For other RAM of the training process, give --process-ram. GPU memory
+    is not predicted.
 
     Exits 1 if the DataLoader does not fit, 0 if it fits or the answer is unknown.
     """

@@ -37,8 +37,8 @@ COMMANDS = {
     ),
     "check": phrase("Predict whether a DataLoader fits in the free /dev/shm and RAM; print settings that fit."),
     "tune": phrase(
-        "Find the fastest settings for Legroom's DataLoader (with --loader torch: for torch's) that fit in the free "
-        "/dev/shm and RAM. With --step-seconds, find those that keep the GPU busy with the least memory."
+        "Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM; with --benchmark, time real "
+        "runs. For torch's DataLoader, add --loader torch."
     ),
     "watch": phrase(
         "Monitor memory: what is filling up, how fast, which process is filling it, and when it will be full."
@@ -140,7 +140,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 )
 @language_option
 def cli() -> None:
-    """Memory tools for PyTorch training: share datasets, predict what runs out, diagnose crashes.
+    """Memory tools for PyTorch training: share datasets, predict /dev/shm and RAM use, diagnose crashes.
 
     Every command has --json. Sizes are powers of 1024: 64M, 64MB and 64MiB are the same.
     """

@@ -93,8 +93,6 @@ _OPTIONS = (
     click.option("--val-batch", **_COUNT_OF,
                  help="Batch size of the validation DataLoader (with --val-workers).  [default: that of --batch]"),
     click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
-    click.option("--per-process", **_SIZE_OF,
-                 help="/dev/shm that each rank uses; with --batch, without DataLoader batches.  [default: 0]"),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "
                       "example 125M."),

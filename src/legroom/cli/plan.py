@@ -34,11 +34,17 @@ from legroom.units import format_size, size_or_unknown
     "--shared", is_flag=True, help="Count one copy of the data file in /dev/shm that all jobs share (with --data)."
 )
 @click.option(
+    "--per-process",
+    type=SIZE,
+    metavar="SIZE",
+    help="/dev/shm that each rank uses. If --batch is given, do not count the DataLoader's batches.  [default: 0]",
+)
+@click.option(
     "--process-ram",
     type=SIZE,
     metavar="SIZE",
-    help="RAM of each rank without batches and parameters; replaces what --measure or --match found.  [default: "
-    "measured, else 0]",
+    help="RAM of each rank without batches and parameters. It is used instead of the value that --measure or --match "
+    "finds.  [default: measured, else 0]",
 )
 @click.option(
     "--nccl", type=SIZE, default=0, metavar="SIZE", help="/dev/shm that NCCL uses in each rank.  [default: 0]"
@@ -79,7 +85,8 @@ def command(
 
     Describe one job in one of three ways:
 
-    (1) Give the /dev/shm that each rank uses: --per-process SIZE. With (3), leave out the batches.
+    (1) Give the /dev/shm that each rank uses: --per-process SIZE. If you also use (3), do not count the
+    DataLoader's batches in SIZE.
 
     (2) Measure a job that is running: --measure PID or --match REGEX.
 
@@ -87,8 +94,8 @@ def command(
 
     (1) and (3) can be combined. --process-ram, --params, --nccl and --gpu-memory can be added to any of them.
 
-    RAM: (2) measures it, (3) counts the batches; add the rest with --process-ram and --params. GPU memory is checked
-    only with --gpu-memory.
+    RAM: (1) counts only the /dev/shm that you give. (2) measures the RAM of the job. (3) counts only the batches. Add
+    the rest with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
 
     Exits 1 if the jobs do not fit.
     """

@@ -27,17 +27,18 @@ from legroom.messages import listed, say
     type=click.IntRange(0),
     metavar="N",
     help="After an out-of-memory failure, restart up to N times with settings that use less memory. For this, "
-    "COMMAND needs flags that Legroom knows, such as --num_workers, or that you name with --flag.",
+    "COMMAND needs flags that Legroom knows, such as --num_workers, or that you name with --flag. To lower the batch "
+    "size, Legroom must also know the flag for gradient accumulation.",
 )
 @click.option(
     "--flag",
     "flags",
     multiple=True,
     metavar="SETTING=FLAG",
-    help="Name the script's flag for a setting, if it is not a common one such as --batch_size (with --retries): "
-    "batch=--bs. SETTING is batch, accumulation, workers, prefetch, pin_memory, or low_memory for a flag that makes "
-    "the script read data on demand. If accumulation is not 1 by default, append the default: accumulation=--acc=16. "
-    "Can be given several times.",
+    help="Name the script's flag for SETTING if Legroom does not know it, for example batch=--bs (with --retries). "
+    "SETTING is batch, accumulation, workers, prefetch, pin_memory or low_memory. The flag for low_memory makes the "
+    "script read data on demand. accumulation=--acc=16: the flag is --acc, and the script's default is 16. Can be "
+    "given several times.",
 )
 @click.option(
     "--checkpoint",
@@ -60,16 +61,16 @@ from legroom.messages import listed, say
     default="30s",
     type=DURATION,
     metavar="TIME",
-    help="How long to wait for the command to exit after forwarding SIGTERM, SIGINT, SIGHUP or SIGQUIT, before sending "
-    "SIGKILL.  [default: 30s]",
+    help="Time that the command has to exit after SIGTERM, SIGINT, SIGHUP or SIGQUIT. Then it gets SIGKILL.  "
+    "[default: 30s]",
 )
 @click.option(
     "--stall",
     default="60s",
     type=DURATION,
     metavar="TIME",
-    help="Report a job that hangs on a full /dev/shm for this long; with --retries, also stop and restart it "
-    "(0 disables).  [default: 60s]",
+    help="Report a job that has hung on a full /dev/shm for this long. With --retries, also stop and restart it. "
+    "0: do neither.  [default: 60s]",
 )
 @click.option(
     "--loader",

@@ -24,12 +24,14 @@ from legroom.units import format_size, size_or_unknown
     metavar="MODULE:OBJECT",
     help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set.",
 )
-@click.option("--batch", type=int, metavar="N", help="Batch size per rank (per device); required, except with --last.")
+@click.option(
+    "--batch", type=int, metavar="N", help="Batch size per rank (per device). Required unless --last is given."
+)
 @click.option(
     "--effective-batch",
     type=int,
     metavar="N",
-    help="Samples per optimizer step over all ranks (set --ranks too). If tune lowers the batch size, it raises "
+    help="Samples per optimizer step over all ranks; set --world-size too. If tune lowers the batch size, it raises "
     "gradient accumulation to match.",
 )
 @click.option(
@@ -39,12 +41,15 @@ from legroom.units import format_size, size_or_unknown
     help="Time of one training step (forward, backward, optimizer) without waiting for data: for example 0.018, 18ms.",
 )
 @click.option(
+    "--world-size",
     "--ranks",
+    "ranks",
     type=int,
     default=1,
     show_default=True,
     metavar="N",
-    help="World size: ranks on all machines, not only on this one. Used by --effective-batch and --params.",
+    help="Number of ranks that train together. If some of them run on other machines, set LOCAL_WORLD_SIZE to the "
+    "number on this machine.",
 )
 @click.option(
     "--collate",
@@ -56,15 +61,15 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--preset",
     type=click.Choice(["development", "production", "cluster"]),
-    help="Fraction of the free RAM and /dev/shm to use: development 25%, production 60%, cluster 90%; default 80%.",
+    help="Fraction of the free RAM and /dev/shm to use: development 25%, production 60%, cluster 90%. Default: 80%.",
 )
 @click.option(
     "--benchmark",
     "--climb",
     "climb",
     is_flag=True,
-    help="Time real runs of the DataLoader instead of estimating: raise workers, then prefetch, until a run fails or "
-    "two are no faster.",
+    help="Time real runs of the DataLoader instead of estimating. Raise workers, then prefetch, until a run fails or "
+    "two runs in a row are no faster.",
 )
 @click.option(
     "--set",
@@ -92,8 +97,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--offload",
     is_flag=True,
-    help="Offload the optimizer state to CPU memory; with --zero 3, also the parameters (with --emit deepspeed, or "
-    "with --emit accelerate and --zero).",
+    help="Write CPU offload of the optimizer state into the file, and of the parameters if --zero is 3. Needs --emit; "
+    "--emit accelerate also needs --zero.",
 )
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
               help="Mixed precision to write into the file (with --emit).")  # fmt: skip
@@ -101,8 +106,8 @@ from legroom.units import format_size, size_or_unknown
     "--params",
     type=COUNT,
     metavar="N",
-    help="Number of parameters of the model, for example 7B: also print the memory that each ZeRO stage saves, with "
-    "and without offload (set --ranks too).",
+    help="Also print the memory that each ZeRO stage saves for a model with N parameters, for example 7B. Set "
+    "--world-size too.",
 )
 @click.option(
     "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
@@ -128,8 +133,11 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Find the fastest settings for Legroom's DataLoader (with --loader torch: for torch's) that fit in the free
-    /dev/shm and RAM. With --step-seconds, find those that keep the GPU busy with the least memory.
+    """Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM; with --benchmark, time real runs.
+
+    The settings are for Legroom's DataLoader. For torch's DataLoader, add --loader torch.
+
+    If you give --step-seconds, tune finds the settings that keep the GPU busy with the least memory.
 
     Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if no settings fit.
     """

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     default=5,
     show_default=True,
     metavar="N",
-    help="In plain output, list the N processes that use the most memory every 10 s.",
+    help="In plain output, every 10 s list the N processes that use the most memory.",
 )
 @click.option(
     "--on-alarm", metavar="CMD", help="Run the shell command CMD for each alarm, with the alarm as JSON on stdin."
@@ -87,9 +87,9 @@ def command(
     Shows what is filling up, how fast, which processes grow, and when it will
     be full. Watches all your processes unless --pid or --match is given. Prints
     an alarm when something is nearly full or will be full soon, when memory is
-    being swapped, and after an OOM kill. Runs until Ctrl-C; with --pid, until that
-    process and its children have exited. Full screen on a terminal, plain lines
-    elsewhere.
+    being swapped, and after an OOM kill. Runs until Ctrl-C. With --pid, it also
+    stops when that process and its children have exited. The output is full
+    screen on a terminal, and plain lines elsewhere.
     """
     from legroom.monitor.watch_in_script import checked_interval
     from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically

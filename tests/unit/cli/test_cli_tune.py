@@ -49,6 +49,20 @@ def test_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("child_in_fork")
+def test_ranks_on_other_machines_do_not_count_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = ("--set", "workers=1", "--set", "prefetch=1")
+    common = ("--dataset", "tuned_images:Images", "--batch", "8", "--world-size", "4", *fixed, "--json")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    all_here = json.loads(_run(capsys, *common)[1])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    half_here = json.loads(_run(capsys, *common)[1])
+    assert all_here["settings"]["ranks"] == half_here["settings"]["ranks"] == 4
+    assert all_here["need"]["shm"] == 2 * half_here["need"]["shm"] > 0
+
+
+@pytest.mark.usefixtures("child_in_fork")
 def test_parameters_are_counted_as_plan_and_check_count_them(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--dataset", "tuned_images:Images", "--batch", "8", "--json")
     told = [json.loads(_run(capsys, *common, "--params", given)[1])["zero"] for given in ("60M", "60000000")]

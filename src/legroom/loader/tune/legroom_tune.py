@@ -195,6 +195,7 @@ def tune_named(
         batch_size=batch_size,
         effective_batch=effective_batch,
         ranks=ranks,
+        local_ranks=_local(ranks),
         step=Step(step_seconds),
         loader_kind=kind,
         preset=preset,
