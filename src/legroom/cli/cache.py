@@ -159,7 +159,7 @@ def info(what: str, as_json: bool) -> None:
 )
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
-    """Remove one entry; with --all, remove every entry that is not in use.
+    """Remove one entry, or all unused ones with --all.
 
     Without --force, an entry in use is kept, and the exit status is 1.
     """
@@ -180,8 +180,8 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     "--free",
     type=SIZE,
     metavar="SIZE",
-    help="Remove entries that are not in use, least recently used first, until SIZE is free in /dev/shm and SIZE on "
-    "the disk of the cache.",
+    help="Remove entries that are not in use, least recently used first, until both /dev/shm "
+    "and the disk of the cache have SIZE free.",
 )
 @click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")

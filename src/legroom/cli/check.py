@@ -91,7 +91,7 @@ def command(
 
     Give the samples with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. If torch is installed, a child
     process runs a DataLoader with these settings for some seconds and measures its memory. With --data or
-    --sample-bytes, its samples are tensors of the same size.
+    --sample-bytes, it loads dummy tensors as large as your samples.
 
     To count a model in host RAM, give --params. For other RAM of the training process, give --process-ram. GPU memory
     is not predicted.

@@ -32,7 +32,7 @@ from legroom.version import VERSION
 COMMANDS = {
     "doctor": phrase("Diagnose memory limits on this machine and print fixes."),
     "plan": phrase(
-        "Estimate how much /dev/shm N jobs per GPU need, and how many jobs fit. With --process-ram and --gpu-memory, "
+        "Estimate the /dev/shm that your jobs need, and how many jobs fit. With --process-ram and --gpu-memory, "
         "also check RAM and GPU memory."
     ),
     "check": phrase("Predict whether a DataLoader fits in the free /dev/shm and RAM; print settings that fit."),

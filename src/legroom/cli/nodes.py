@@ -129,7 +129,7 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 @_node
 @_json
 def drop(what: str | None, everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
-    """Remove one entry on every node; with --all, remove every unused entry.
+    """Remove one entry on every node, or all unused with --all.
 
     Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """

@@ -81,7 +81,7 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Estimate how much /dev/shm N jobs per GPU need, and how many jobs fit on this machine.
+    """Estimate the /dev/shm that your jobs need, and how many jobs fit on this machine.
 
     Describe one job in one of three ways:
 
@@ -94,8 +94,8 @@ def command(
 
     (1) and (3) can be combined. --process-ram, --params, --nccl and --gpu-memory can be added to any of them.
 
-    RAM: (1) counts only the /dev/shm that you give. (2) measures the RAM of the job. (3) counts only the batches. Add
-    the rest with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
+    RAM is complete only with --measure or --match. Otherwise it has only the batches and --per-process: add the rest
+    with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
 
     Exits 1 if the jobs do not fit.
     """

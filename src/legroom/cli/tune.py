@@ -139,7 +139,8 @@ def command(
 
     If you give --step-seconds, tune finds the settings that keep the GPU busy with the least memory.
 
-    Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if no settings fit.
+    Without --benchmark it loads a few samples and one batch in a child process, which takes a few seconds. Exits 1 if
+    no settings fit.
     """
     from legroom.advice.deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import legroom_tune
