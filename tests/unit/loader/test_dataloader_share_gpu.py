@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import share_data
@@ -218,13 +218,21 @@ def test_device_needs_share_and_a_cuda_device() -> None:
 
 
 def test_a_batch_that_comes_before_its_turn_keeps_its_slot() -> None:
-    """While a trainer waits for an answer about the GPU, the next batch comes, and then its worker ends."""
+    """While a trainer waits for an answer about the GPU, the next batches come, their worker ends, and one starts."""
 
     class Slots:
-        forgotten: ClassVar[list[int]] = []
+        def __init__(self) -> None:
+            self.mapped = {70: "slot"}
+
+        def add(self, slot_id: int, fd: int) -> None:
+            self.mapped[slot_id] = f"slot of descriptor {fd}"
+
+        def find(self, slot_id: int) -> str:
+            return self.mapped[slot_id]
 
         def forget(self, slots: list[int]) -> None:
-            self.forgotten.extend(slots)
+            for slot in slots:
+                del self.mapped[slot]
 
     class Messages:
         def __init__(self, *messages: tuple[Any, ...]) -> None:
@@ -234,17 +242,19 @@ def test_a_batch_that_comes_before_its_turn_keeps_its_slot() -> None:
             return True
 
         def receive(self, timeout: float) -> Any:
-            return (self.waiting.pop(0), []) if self.waiting else None
+            return (self.waiting.pop(0), [5]) if self.waiting else None
 
     batch = ("batch", (0, 1), 7, 70, False, b"body")
+    again = ("batch", (0, 2), 8, 70, True, b"more")  # the same slot, sent anew
     group = Group.__new__(Group)
     group.connection, group.slots, group._early = (
-        Messages(batch, ("forget", [70]), ("gpu", 6, "own", -1, None, False)),
+        Messages(batch, ("forget", [70]), again, ("gpu", 6, "own", -1, None, False)),
         Slots(),
         [],
     )  # type: ignore[assignment]
     group._silent, group._silence = False, 60.0
-    assert group.claim(6, 100) is None and Slots.forgotten == []
-    assert group._await((0, 1)) == ("batch", (0, 1), 7, 70, b"body") and Slots.forgotten == []
-    group.connection = Messages(("wait", (0, 2)), ("miss", (0, 2)))  # type: ignore[assignment]
-    assert group._await((0, 2)) is None and Slots.forgotten == [70]
+    assert group.claim(6, 100) is None
+    assert group._await((0, 1)) == ("batch", (0, 1), 7, "slot", b"body")
+    assert group._await((0, 2)) == ("batch", (0, 2), 8, "slot of descriptor 5", b"more")
+    group.connection = Messages(("wait", (0, 3)), ("miss", (0, 3)))  # type: ignore[assignment]
+    assert group._await((0, 3)) is None

@@ -127,9 +127,9 @@ def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
     opened: Counter[int] = Counter()
     plain = PrivateSlots.open
 
-    def count(self: PrivateSlots, serial: int, slot_id: int | None, body: bytes, **given: Any) -> Any:
-        opened[slot_id or 0] += 1
-        return plain(self, serial, slot_id, body, **given)
+    def count(self: PrivateSlots, serial: int, slot: Slot | None, body: bytes, **given: Any) -> Any:
+        opened[0 if slot is None else slot.id] += 1
+        return plain(self, serial, slot, body, **given)
 
     monkeypatch.setattr(PrivateSlots, "open", count)
     group = make(Noise(6_000, floats=400), num_workers=1)
@@ -366,13 +366,14 @@ def test_a_slot_that_its_worker_released_stays_mapped_until_the_producer_says_so
     slots = PrivateSlots(Sent())  # type: ignore[arg-type]
     slots.add(slot.id, os.dup(slot.fd or 0))
     body = pickle.dumps(([(0, 4)], pickle.dumps("batch"), None))
-    assert slots.open(1, slot.id, body, copy=True).batch == "batch"
+    assert slots.open(1, slots.find(slot.id), body, copy=True).batch == "batch"
     slot.release()
     slots.add(other.id, os.dup(other.fd or 0))
-    assert slots.open(2, slot.id, body, copy=True).batch == "batch"
+    received = slots.find(slot.id)
     slots.forget([slot.id])
     with pytest.raises(KeyError):
-        slots.open(3, slot.id, body, copy=True)
+        slots.find(slot.id)
+    assert slots.open(2, received, body, copy=True).batch == "batch"  # its message came before
 
 
 def test_a_trainer_forgets_slots_that_no_batch_can_use() -> None:

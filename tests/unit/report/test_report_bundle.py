@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import stat
 import sys
 import tarfile
@@ -113,7 +114,8 @@ def test_every_part_is_listed_and_has_nothing_private(tmp_path: Path, capsys: py
     assert set(texts) == {line.split("  ")[0] for line in contents.split("\n\n")[0].splitlines()}
     assert json.loads(texts["explain.json"])["verdict"] == "gpu-oom"
     assert "CUDA out of memory. Tried to allocate 2 GiB" in texts["training.log"]
-    assert texts["training.log"].count("file-1.h5") == 2 and "/home/user-1/train.py" in texts["training.log"]
+    files = re.findall(r"file-\d+\.h5", texts["training.log"])  # processes of this machine may have others
+    assert len(files) == 2 and len(set(files)) == 1 and "/home/user-1/train.py" in texts["training.log"]
     everything = "\n".join([contents, *texts, *texts.values()]).casefold()
     assert not [secret for secret in PRIVATE if secret in everything]
     assert str(tmp_path).casefold() not in everything

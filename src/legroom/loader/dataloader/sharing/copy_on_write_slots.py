@@ -39,7 +39,7 @@ class PrivateSlots:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._slots: dict[int, Slot] = {}
-        self._used: set[int] = set()  # that were opened before
+        self._used: weakref.WeakSet[Slot] = weakref.WeakSet()  # that were opened before
         self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
         self._unsent: list[tuple[str, int]] = []
         _all.add(self)
@@ -49,22 +49,24 @@ class PrivateSlots:
         self._slots[slot_id] = Slot.at(fd, slot_id, private=True)
 
     def forget(self, slots: list[int]) -> None:
-        """No batch will come in these slots; each map lives while a batch uses it."""
+        """No batch will come in these slots; each map lives while a batch uses it, or a message that was received."""
         for slot_id in slots:
             self._slots.pop(slot_id, None)
-            self._used.discard(slot_id)
 
-    def open(self, serial: int, slot_id: int | None, body: bytes, *, copy: bool = False) -> Opened:
+    def find(self, slot_id: int) -> Slot:
+        """The slot of a message, looked up when it is received: a later message may say to forget it."""
+        return self._slots[slot_id]
+
+    def open(self, serial: int, slot: Slot | None, body: bytes, *, copy: bool = False) -> Opened:
         """The batch, on its slot or copied out of it."""
         spans, skeleton, state = pickle.loads(body)
-        if slot_id is None:
+        if slot is None:
             batch = pickle.loads(skeleton)
             self.give_back(serial)
             return Opened(batch, state, 0, 0)
-        slot = self._slots[slot_id]
-        if slot_id in self._used:
+        if slot in self._used:
             slot.discard_private_pages(_end(spans))
-        self._used.add(slot_id)
+        self._used.add(slot)
         exporter = slot.exporter()
         address, nbytes = slot.address + HEADER, _end(spans)
         if copy or len(self._leases) >= MAX_HELD:

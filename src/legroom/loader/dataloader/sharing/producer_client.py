@@ -327,10 +327,7 @@ class Group:
                     return None  # it is stopped: its answer may come later
                 continue
             self._silent, patience = False, self._silence
-            if answer[0] == "forget":
-                if self.slots is not None:
-                    self.slots.forget(answer[1])
-            elif answer[1] != position:
+            if answer[1] != position:
                 self._refuse(answer)
             elif answer[0] == "wait":
                 heard = time.monotonic()
@@ -348,10 +345,7 @@ class Group:
             return None
         message, fds = received
         if message[0] == "forget":
-            if self._early:  # after the batches before it: they may lie in these slots
-                self._early.append(message)
-            else:
-                self.slots.forget(message[1])
+            self.slots.forget(message[1])
             return None
         if message[0] == "alone":
             self._told_alone = True
@@ -364,7 +358,7 @@ class Group:
         if body is None:
             with open(fds.pop(0), "rb") as file:
                 body = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-        return "batch", position, serial, slot_id, body
+        return "batch", position, serial, None if slot_id is None else self.slots.find(slot_id), body
 
     def claim(self, serial: int, nbytes: int) -> Answer | None:
         """How a batch that was taken comes to the GPU; None: this trainer copies it from the host for itself."""

@@ -303,8 +303,8 @@ class SharedEpoch:
         assert slots is not None
         self._own.rejoined()
         if answer[0] == "batch":
-            _, _, serial, slot_id, body = answer
-            opened = slots.open(serial, slot_id, body, copy=self._pin)
+            _, _, serial, slot, body = answer
+            opened = slots.open(serial, slot, body, copy=self._pin)
             if isinstance(self._own, OwnStream):
                 self._own.progress.add_state(opened.state)
             self._where = OnHost(serial, opened.address, opened.nbytes) if opened.nbytes else None
