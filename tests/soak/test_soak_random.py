@@ -38,6 +38,7 @@ import legroom
 from legroom.cache import drop_and_gc, find_or_build_entry, list_and_verify, remembered_digests
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
+from open_descriptors import open_descriptors
 
 PARTS = 6
 SECONDS = float(os.environ.get("LEGROOM_SOAK_SECONDS", "60")) / PARTS
@@ -75,12 +76,12 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "disk").mkdir(mode=0o700)
     monkeypatch.setenv("LEGROOM_DIR", str(tmp_path / "disk"))
     logging.disable(logging.CRITICAL)
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = open_descriptors()
     root = memory / f"legroom-{os.geteuid()}"
     try:
         yield root
         gc.collect()
-        assert len(os.listdir("/proc/self/fd")) <= open_before, "descriptors were left open"
+        assert not open_descriptors() - open_before, "descriptors were left open"
         drop_and_gc.gc()
         drop_and_gc.drop()
         drop_and_gc.gc()

@@ -28,6 +28,7 @@ from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
 from legroom.system.processes_and_threads import MAP_FAILED
+from open_descriptors import open_descriptors
 
 ERRNOS = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ENOSPC", "EROFS", "EINTR", "EFBIG", "EDQUOT", "ELOOP")  # fmt: skip
 CALLS = (
@@ -218,7 +219,7 @@ class Sweep:
     def attempt(self, operation: str, faults: Faults) -> str:
         """The operation under a fault; the outcome, or Wrong."""
         self.prepare(operation)
-        before, open_before = self.inodes(), _descriptors()
+        before, open_before = self.inodes(), open_descriptors()
         try:
             with failing(faults):
                 self.run(operation, loop=faults.number == errno.ELOOP)
@@ -227,7 +228,7 @@ class Sweep:
             str(problem)
             outcome = problem.code
         for pause in (0, 0.01, 0.1, 0.5):  # threads that look at memory come and go
-            left = _descriptors() - open_before
+            left = open_descriptors() - open_before
             if not left:
                 break
             time.sleep(pause)
@@ -244,16 +245,6 @@ class Sweep:
         with legroom.open(self.path) as data:  # whatever happened, it works again
             _same(data["array"])
         return outcome
-
-
-def _descriptors() -> set[tuple[str, str]]:
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
-        except OSError:
-            pass  # the listing's own
-    return found
 
 
 def _same(array: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from legroom.loader.measure import memory_guard_script, start_memory_guard
 from legroom.loader.measure.memory_guard_script import MemoryMeter
+from open_descriptors import open_descriptors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
 MB = 1 << 20
@@ -189,11 +190,11 @@ def test_a_resource_tracker_that_has_just_been_forked_is_known() -> None:
 
 
 def test_a_fork_that_is_not_the_guard_closes_its_files(counters: Counters) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     MemoryMeter(counters.where)
-    assert len(os.listdir("/proc/self/fd")) > before
+    assert open_descriptors() - before
     memory_guard_script.close_files()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before
 
 
 def test_it_waits_until_torch_has_unlinked_the_files_of_ended_processes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +13,7 @@ from stream_data import as_worker, ids, small_steps, table, write, write_one
 import legroom
 from legroom.errors import NoLength
 from legroom.loader.stream.stream_dataset import stream
+from open_descriptors import open_descriptors
 
 KINDS = ("parquet", "feather", "arrow", "stream")
 
@@ -171,7 +171,7 @@ def test_dictionaries_of_several_files_are_joined(tmp_path: Path) -> None:
 
 def test_files_are_closed_after_a_loop_and_after_leaving_one(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, [20, 20], 5)
-    before = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    before = open_descriptors()
     data = stream(paths, batch_size=3)
     for _ in data:
         break
@@ -179,7 +179,7 @@ def test_files_are_closed_after_a_loop_and_after_leaving_one(tmp_path: Path) -> 
     loop = iter(data)
     next(loop)
     del loop
-    assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
+    assert not open_descriptors() - before
 
 
 def test_what_leaves_a_worker_is_no_slice_of_more(tmp_path: Path) -> None:
