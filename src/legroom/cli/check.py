@@ -33,8 +33,8 @@ from legroom.system.argument_checks import check_integer
 @click.option(
     "--share",
     is_flag=True,
-    help="Instead of predicting memory, test whether several runs can share one set of workers: load the same batches "
-    "in two processes and list those that differ (with --dataset).",
+    help="Do not predict memory; test whether several runs can share one set of workers (with --dataset): load the "
+    "same batches in two processes and list those that differ, for example because of unseeded random augmentation.",
 )
 @click.option(
     "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"

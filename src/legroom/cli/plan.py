@@ -94,8 +94,8 @@ def command(
 
     (1) and (3) can be combined. --process-ram, --params, --nccl and --gpu-memory can be added to any of them.
 
-    RAM is complete only with --measure or --match. Otherwise it has only the batches and --per-process: add the rest
-    with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
+    The RAM estimate is complete only with --measure or --match. Otherwise it counts only the batches and --per-process:
+    add the rest with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
 
     Exits 1 if the jobs do not fit.
     """
