@@ -80,13 +80,13 @@ rewritten: $(READY)
 	@$(BIN)/python -m compileall -qq src examples
 	@mkdir -p build && { $(BIN)/python -m pytest --collect-only -qqq tests > build/collected.txt || { cat build/collected.txt; exit 1; }; }
 
-# Then, one by one, the rigs that change the whole machine or measure it; last, a minute's worth of random faults.
+# Then, one by one, the rigs that change the whole machine or measure it; last, half a minute of random faults.
 unit: $(READY) chromium podman ## every test
 	$(PYTEST) -n 5 $(SPREAD) tests/unit tests/contract
 	$(RIGS) "not soak and not alone" -n 4 $(SPREAD)
 	$(RIGS) "not soak and alone"
 	seed=$${LEGROOM_SOAK_SEED:-$$(date +%s)}; echo "LEGROOM_SOAK_SEED=$$seed"; \
-	    LEGROOM_SOAK_SEED=$$seed LEGROOM_SOAK_SECONDS=60 $(SOAK) -n 3 tests/soak/test_soak_random.py
+	    LEGROOM_SOAK_SEED=$$seed LEGROOM_SOAK_SECONDS=30 $(SOAK) -n 3 tests/soak/test_soak_random.py
 
 # Tracing more than doubles the CPU time of a test that runs in pytest's own process, so `make test` does without.
 coverage: $(READY) ## which lines and branches the unit and contract tests reach

@@ -43,8 +43,8 @@ def wait_for_files(folder: Path, pattern: str, count: int, processes: list[subpr
 
 
 @pytest.mark.real()
-def test_48_processes_read_a_cold_file_once_and_share_it(memory: Path, tmp_path: Path) -> None:
-    count = 48
+@pytest.mark.parametrize("count", [16, pytest.param(48, marks=pytest.mark.soak)])
+def test_many_processes_read_a_cold_file_once_and_share_it(memory: Path, tmp_path: Path, count: int) -> None:
     path, folder = tmp_path / "big.npy", tmp_path / "stage"
     folder.mkdir()
     big = np.random.default_rng(2).integers(0, 255, (64 << 20,), np.uint8)

@@ -135,6 +135,7 @@ def test_what_runs_beside_it_is_not_killed(tmp_path: Path) -> None:
     assert "alive" in ran.output, ran
 
 
+@pytest.mark.soak  # test_loader_gc_in_forked_workers.py has the rule
 def test_the_need_of_a_yes_has_the_full_garbage_collection_of_a_long_run() -> None:
     """A forked worker copies the pages of all objects it inherited, once its batches have more than 700 objects."""
     asked = {**PLAIN, "workers": 3, "batch": 512, "samples": 512 * 30, "sample_bytes": 1024, "kind": "image"}
@@ -146,6 +147,7 @@ def test_the_need_of_a_yes_has_the_full_garbage_collection_of_a_long_run() -> No
     assert needs[512] - needs[16] > 3 * (25 << 20), needs
 
 
+@pytest.mark.soak
 def test_what_check_reads_beside_the_loop_costs_no_memory_of_the_loop() -> None:
     """Imports after the fork ran a full garbage collection, which copied 35 MB that workers and process had shared."""
     asked = {

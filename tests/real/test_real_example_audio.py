@@ -65,6 +65,7 @@ def test_unsupervised_it_fails_when_the_clips_become_longer(data: Path, tmp_path
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_latest.pt", "epoch001.pt"]
 
 
+@pytest.mark.soak  # test_real_rescue.py and test_real_resume.py show the same with less
 @pytest.mark.real("mount")
 def test_it_is_rescued_with_the_losses_of_a_run_that_never_failed(data: Path, tmp_path: Path) -> None:
     asked = ["--retries", "4", "--stall", "15s", "--checkpoint", "checkpoints/*.pt", "--resume-flag", "--resume"]
@@ -152,6 +153,7 @@ pathlib.Path("weights-" + os.environ.get("RANK", "alone")).write_text(str(zlib.c
 """
 
 
+@pytest.mark.soak  # the ranks of test_real_batches_ddp.py step together, too
 def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     """Under torchrun each rank takes its half of every batch; losses are those of one process, but for the noise."""
     (tmp_path / "program.py").write_text(LEAVE_WEIGHTS)

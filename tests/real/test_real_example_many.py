@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "many_experiments" / "run_expe
 RSS = "import re, torch; print(re.search(r'VmRSS:\\s+(\\d+)', open('/proc/self/status').read())[1])"
 
 
+@pytest.mark.soak
 @pytest.mark.real("cgroup")
 def test_no_more_are_started_than_fit() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a CUDA context takes host memory of its own

@@ -60,6 +60,7 @@ def test_three_ranks_hold_one_copy_where_read_table_holds_three(chats: Path, sto
     assert ours <= 1.1
 
 
+@pytest.mark.soak
 @pytest.mark.real("cgroup", "swap")
 def test_a_small_machine_neither_swaps_nor_is_killed(chats: Path, store: None) -> None:
     # Beside torch itself, three ranks with a stream of 64 MB in each take about 500 MB together.

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(660)  # five processes that import torch
 def test_two_fine_tunes_train_as_they_do_apart(tmp_path: Path) -> None:
     folders = {"LEGROOM_SHM": tmp_path / "memory", "LEGROOM_DIR": tmp_path / "disk"}

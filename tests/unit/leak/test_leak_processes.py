@@ -124,6 +124,7 @@ def test_two_ranks_of_torchrun_are_one_line_of_the_report(tmp_path: Path) -> Non
     assert {one["rank"] for one in found["processes"] if one["sites"]} == {"0", "1"}
 
 
+@pytest.mark.soak
 @few_samples
 def test_under_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
