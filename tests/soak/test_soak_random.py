@@ -22,17 +22,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from cache_faults import OPERATIONS, Sweep, cases
 from cache_scenario_process import ScenarioProcess, small_file
+from fuzz_damage import Child, Damages, random_damage
 from fuzz_samples import TINY
 from test_cache_fuzz import ARRAYS, damage, entry, rewrite
 from test_cache_fuzz import cut as cut_off
 from test_cache_fuzz import flip as flip_bits
-from test_formats_fuzz import Child, write_damaged
 
 import legroom
 from legroom.cache import drop_and_gc, find_or_build_entry, list_and_verify, remembered_digests
@@ -245,29 +244,14 @@ def test_sources_written_through_a_map_between_loads(
 
 def test_damaged_files_of_every_format(rounds: Callable[[], Iterator[random.Random]], tmp_path: Path) -> None:
     children = {mode: Child(mode) for mode in ("ours", "reference")}
-    good: dict[str, tuple[Path, dict[str, Any]]] = {}
+    written: dict[str, Damages] = {}
     try:
         for chance in rounds():
             sample = chance.choice(TINY)
-            if sample.name not in good:
-                folder = tmp_path / sample.name
-                folder.mkdir()
-                good[sample.name] = sample.write(folder), children["ours"].ask(sample.name, folder / "x")
-            whole, before = good[sample.name]
-            how: Any = [(chance.randrange(1 << 32), chance.randrange(256)) for _ in range(chance.randrange(1, 7))]
-            if chance.random() < 0.2:
-                how = chance.randrange(1 << 32)
-            path = tmp_path / sample.name / "damaged"  # some formats need a second file beside it
-            write_damaged(whole, path, how)
-            answer = children["ours"].ask(sample.name, path)
-            assert answer["kind"] in ("error", "data", "huge"), (sample.name, how, answer)
-            if answer["kind"] != "data":
-                continue
-            reference = children["reference"].ask(sample.name, path)
-            if reference["kind"] == "data":
-                for name, digest in answer["found"].items():
-                    right = (reference["found"].get(name), before["found"].get(name))
-                    assert digest in right, (sample.name, how, name)
+            if sample.name not in written:
+                (tmp_path / sample.name).mkdir()
+                written[sample.name] = Damages(sample, tmp_path / sample.name, children)
+            written[sample.name].check(random_damage(chance))
     finally:
         for child in children.values():
             child.close()

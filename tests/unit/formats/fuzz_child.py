@@ -78,6 +78,15 @@ def reference(sample: Any, path: Path) -> dict[str, Any]:
         return {"kind": "refused", "why": repr(problem)[:300]}
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had so far; 0 where that cannot be read."""
+    if sys.platform != "linux":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def main() -> None:
     from fuzz_samples import TINY
 
@@ -94,7 +103,7 @@ def main() -> None:
         name, _, path = line.rstrip("\n").partition("\t")
         sample = samples[name]
         answer = ours(Path(path), sample.dtype) if sys.argv[1] == "ours" else reference(sample, Path(path))
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({**answer, "peak": peak_bytes()}) + "\n")
 
 
 if __name__ == "__main__":
