@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 import legroom
@@ -26,6 +27,21 @@ def test_exported_names_are_all_there_and_nothing_else() -> None:
     assert set(legroom.__all__) <= set(dir(legroom))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = legroom.nonsense
+
+
+def test_classes_that_a_repr_or_a_page_names_can_be_imported() -> None:
+    found = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *(REPO / "src").rglob("*.py"), REPO / "po" / "zh.po"]
+    pages = [path for path in found if path.parent.name != "decisions"]  # which also record earlier names
+    named = {name for path in pages for name in re.findall(r"\blegroom\.([A-Z]\w+)", path.read_text(encoding="utf-8"))}
+    assert {"Data", "DataLoader"} <= named <= set(legroom.__all__)
+
+
+def test_what_open_returns_is_of_the_class_that_its_repr_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_DIR", str(tmp_path))
+    np.save(tmp_path / "x.npy", np.arange(3))
+    with legroom.open(tmp_path / "x.npy", backing="disk") as data:
+        assert type(data) is legroom.Data
+        assert repr(data).startswith("<legroom.Data on disk:")
 
 
 def _modules_after(code: str) -> set[str]:
