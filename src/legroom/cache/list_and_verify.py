@@ -168,9 +168,19 @@ def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OS
     try:
         return read_manifest(folder, key)
     except (Damaged, OtherFormat, OSError) as problem:
+        if not _is_named(store, key, folder):
+            return None  # removed after it was opened: its files may be gone already
         return _raise_shortage(problem)
     finally:
         os.close(folder)
+
+
+def _is_named(store: Store, key: str, folder: int) -> bool:
+    """Whether the open directory is still the entry of that key."""
+    try:
+        return os.path.samestat(os.stat(key, dir_fd=store.fd, follow_symlinks=False), os.fstat(folder))
+    except FileNotFoundError:
+        return False
 
 
 _T = TypeVar("_T", bound=Exception)
