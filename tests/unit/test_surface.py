@@ -116,6 +116,28 @@ def test_help_about_what_is_not_there(words: list[str], part: str, capsys: pytes
     assert run(words) == 2 and part in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["explain", "a.log", "b.log"], True),
+        (["plan", "--data", "a.npy", "b.npy", "c.npy"], True),
+        (["check", "--batch", "2", "--data", "a.npy", "b.npy"], True),
+        (["report", "--log", "a.log", "b.log"], True),
+        (["watch", "--replay", "a", "b"], True),
+        (["doctor", "a"], False),  # takes no file
+    ],
+)
+@pytest.mark.parametrize(
+    ("language", "extra", "give"), [("en", "unexpected extra", "Give one file"), ("zh", "多余", "请给出一个文件")]
+)
+def test_a_command_that_takes_one_file_explains_what_the_shell_made_of_a_pattern(
+    words: list[str], hint: bool, language: str, extra: str, give: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--lang", language, *words]) == 2
+    shown = capsys.readouterr().err
+    assert extra in shown and (give in shown) is hint
+
+
 def test_a_shell_completes_what_help_is_about() -> None:
     def offered(*words: str) -> list[str]:
         from click.shell_completion import ShellComplete

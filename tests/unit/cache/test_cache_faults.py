@@ -59,8 +59,8 @@ def test_a_store_that_cannot_be_looked_into_is_not_called_empty(sweep: Sweep) ->
     legroom.open(sweep.path).close()
     os.rename(sweep.store / "locks", sweep.folder / "kept")
     (sweep.store / "locks").symlink_to(sweep.folder / "kept")
-    found, _, findings = list_and_verify.listing()
-    assert not found and [one.severity for one in findings] == ["warning"]
+    listing = list_and_verify.listing()
+    assert not listing.entries and [one.severity for one in listing.findings] == ["warning"]
     for ask in (list_and_verify.info, drop_and_gc.drop):
         with pytest.raises(NotLoaded) as caught:
             ask(sweep.path)
