@@ -13,8 +13,9 @@ from batch_data import ROWS, flat, labels, plain
 
 from legroom.errors import UsageError
 from legroom.loader.batches import batch_iterator
+from legroom.loader.batches.cuda_gather_base import _is_order
 from legroom.loader.batches.legroom_open import Data, open
-from legroom.loader.rank_sampler import permutation
+from legroom.loader.rank_sampler import choose_rows, permutation
 
 torch = pytest.importorskip("torch")
 
@@ -74,6 +75,16 @@ def test_the_next_order_of_a_thread_has_these_rows_too(data: Data, monkeypatch: 
     batches = data.batches(10, rows=range(40, 80), shuffle=True)
     found = [flat(labels(batches)) for _ in range(3)]
     assert found == [(permutation(40, 0, epoch) + 40).tolist() for epoch in range(3)]
+
+
+@pytest.mark.parametrize("rows", [range(40, 80), [7, 3, 3, 60]])
+def test_the_order_of_chosen_rows_can_be_kept_in_gpu_memory(rows: Any) -> None:
+    chosen = choose_rows(rows, ROWS)
+    assert chosen is not None
+    orders = [batch_iterator.EpochOrders(chosen.count, 0, chosen).take(1)]
+    orders += [chosen.numbers] if chosen.numbers is not None else []  # without shuffling
+    for order in orders:
+        assert order.dtype == np.int64 and _is_order(order) and _is_order(order[1:3]) and order[1:3].base is order
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop", "all"])
