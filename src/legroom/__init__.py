@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from legroom.cache.freeze_dataset_attributes import freeze_dataset
     from legroom.cache.freeze_list_or_dict import freeze
     from legroom.errors import LegroomError
-    from legroom.loader.batches.legroom_open import open
+    from legroom.loader.batches.legroom_open import Data, open
     from legroom.loader.check_memory_fits import check
     from legroom.loader.dataloader.collate import collate
     from legroom.loader.dataloader.dataloader import DataLoader
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
+    "Data",
     "DataLoader",
     "LegroomError",
     "Machine",
@@ -85,6 +86,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Data": "legroom.loader.batches.legroom_open",
     "DataLoader": "legroom.loader.dataloader.dataloader",
     "collate": "legroom.loader.dataloader.collate",
     "check": "legroom.loader.check_memory_fits",

@@ -72,7 +72,7 @@ def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
     assert not missing
     for needed in (
         "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "Makefile", "constraints.txt",
-        "mkdocs.yml", "pyproject.toml", "tests/conftest.py", "tests/rigs.py", "tests/release/smoke.py",
+        "mkdocs.yml", "pyproject.toml", "readme_for_pypi.py", "tests/conftest.py", "tests/rigs.py", "tests/release/smoke.py",
         "examples/glint_unet/make_data.py", "docs/index.md",
     ):  # fmt: skip
         assert needed in members
@@ -87,11 +87,43 @@ def test_the_wheel_out_of_the_sdist_is_that_of_the_checkout(built: Built) -> Non
                 assert wheel.read(name) == (built.unpacked / "src" / name).read_bytes(), name
 
 
+LINKS = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def test_the_page_on_pypi_has_no_links_that_lead_nowhere(built: Built) -> None:
+    """It is shown without the other files. Pictures and links to them work in a clone alone."""
+    with zipfile.ZipFile(built.wheel) as wheel:
+        (name,) = [one for one in wheel.namelist() if one.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(wheel.read(name).decode())
+    shown = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown" and shown.startswith("# Legroom")
+    assert "legroom run --retries 4 -- python train.py" in shown
+    assert [target for target in LINKS.findall(shown) if not target.startswith(("https://", "#"))] == []
+
+
+def test_with_a_repository_the_links_of_that_page_lead_there() -> None:
+    pytest.importorskip("hatchling")
+    from readme_for_pypi import readme_for_pypi
+
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    relative = [target for target in LINKS.findall(text) if not target.startswith(("https://", "#"))]
+    assert relative and "docs/images/doctor.png" in relative
+    shown = readme_for_pypi(text, "https://example.org/legroom/", "v1.2.3")
+    assert [one for one in LINKS.findall(shown) if "example.org" in one] == [
+        f"https://example.org/legroom/{'raw' if target.endswith('.png') else 'blob'}/v1.2.3/{target}"
+        for target in relative
+    ]
+    code = "```text\n[a](b)\n```"
+    assert readme_for_pypi(f"[x](docs/y.md)\n{code}\n![p](q.png)[z](#here)", None, "v1").startswith(
+        f"x\n{code}\n[z](#here)"
+    )
+
+
 def test_the_version_is_one_everywhere() -> None:
     """It is written in version.py, from which the build takes it; the citation and the changelog repeat it."""
     cited = (REPO / "CITATION.cff").read_text()
     changes = re.findall(r"(?m)^## (\S+)(?: - (\S+))?$", (REPO / "CHANGELOG.md").read_text())
-    assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
+    assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
     assert re.findall(r"(?m)^version: \"(.+)\"", cited) == [legroom.__version__]
     dates = re.findall(r"(?m)^date-released: \"(.+)\"", cited)
     if "dev" in legroom.__version__:  # what is being made has no heading of its own yet

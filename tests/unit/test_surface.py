@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 import legroom
@@ -26,6 +27,21 @@ def test_exported_names_are_all_there_and_nothing_else() -> None:
     assert set(legroom.__all__) <= set(dir(legroom))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = legroom.nonsense
+
+
+def test_classes_that_a_repr_or_a_page_names_can_be_imported() -> None:
+    found = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *(REPO / "src").rglob("*.py"), REPO / "po" / "zh.po"]
+    pages = [path for path in found if path.parent.name != "decisions"]  # which also record earlier names
+    named = {name for path in pages for name in re.findall(r"\blegroom\.([A-Z]\w+)", path.read_text(encoding="utf-8"))}
+    assert {"Data", "DataLoader"} <= named <= set(legroom.__all__)
+
+
+def test_what_open_returns_is_of_the_class_that_its_repr_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_DIR", str(tmp_path))
+    np.save(tmp_path / "x.npy", np.arange(3))
+    with legroom.open(tmp_path / "x.npy", backing="disk") as data:
+        assert type(data) is legroom.Data
+        assert repr(data).startswith("<legroom.Data on disk:")
 
 
 def _modules_after(code: str) -> set[str]:
@@ -98,6 +114,28 @@ def test_help_may_come_before_the_command(words: list[str], capsys: pytest.Captu
 )
 def test_help_about_what_is_not_there(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2 and part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["explain", "a.log", "b.log"], True),
+        (["plan", "--data", "a.npy", "b.npy", "c.npy"], True),
+        (["check", "--batch", "2", "--data", "a.npy", "b.npy"], True),
+        (["report", "--log", "a.log", "b.log"], True),
+        (["watch", "--replay", "a", "b"], True),
+        (["doctor", "a"], False),  # takes no file
+    ],
+)
+@pytest.mark.parametrize(
+    ("language", "extra", "give"), [("en", "unexpected extra", "Give one file"), ("zh", "多余", "请给出一个文件")]
+)
+def test_a_command_that_takes_one_file_explains_what_the_shell_made_of_a_pattern(
+    words: list[str], hint: bool, language: str, extra: str, give: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--lang", language, *words]) == 2
+    shown = capsys.readouterr().err
+    assert extra in shown and (give in shown) is hint
 
 
 def test_a_shell_completes_what_help_is_about() -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
 from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key
+from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
 from legroom.system.lazy_and_optional_imports import import_lock, require
@@ -83,7 +84,8 @@ class CachedData(Mapping[str, Any]):
         if name in contents.ragged:
             parts = contents.ragged[name]
             arrays = contents.arrays
-            return Ragged(arrays[parts.offsets], arrays[parts.values], text=parts.text, shape=parts.shape)
+            offsets, values = arrays[parts.offsets], arrays[parts.values]
+            return Ragged(offsets, values, text=parts.text, shape=parts.shape, name=name)
         if name in contents.arrays:
             return contents.arrays[name]
         if name in self._tables:
@@ -335,7 +337,7 @@ class StoredTable:
         """A column to read row by row: not joined where it is in several record batches, unless it is already."""
         stored = self.whole().column(column)
         if not _is_fixed(stored.type):
-            return TableRows(stored)
+            return TableRows(stored, column)
         if stored.num_chunks < 2 or column in self._arrays or stored.null_count:
             return self.array(column)
         chunks = [_values(chunk, column) for chunk in stored.chunks if len(chunk)]
@@ -346,11 +348,11 @@ class StoredTable:
 class TableRows:
     """A column of a table, row by row: str, bytes, bool, dict, None; lists of numbers as arrays."""
 
-    def __init__(self, column: Any) -> None:
+    def __init__(self, column: Any, name: str) -> None:
         import pyarrow as pa
 
         kind = column.type
-        self._column = column
+        self._column, self._name = column, name
         self._numbers = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_fixed(kind.value_type)
 
     def __len__(self) -> int:
@@ -360,7 +362,10 @@ class TableRows:
         value = self._column[row]
         if self._numbers and value.is_valid and not value.values.null_count:
             return np.array(_values(value.values, ""))  # a copy that may be written to
-        return value.as_py()
+        try:
+            return value.as_py()
+        except UnicodeDecodeError as problem:
+            raise invalid_text(_not_utf8(self._name, row), problem) from problem
 
 
 class ColumnChunks:
@@ -492,8 +497,10 @@ class Ragged(Sequence[Any]):
     Memoryviews of both read a row: numpy makes an object of every number, which takes longer than the row's copy.
     """
 
-    def __init__(self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None) -> None:
-        self.offsets, self.values, self.text = offsets, values, text
+    def __init__(
+        self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None, name: str = ""
+    ) -> None:
+        self.offsets, self.values, self.text, self.name = offsets, values, text, name
         self._length = max(0, len(offsets) - 1)
         self.shape = shape or (self._length,)  # of the rows; they are counted in C order
         self.has_bytes = bool(values.dtype == np.uint8)  # of files or of text
@@ -516,13 +523,24 @@ class Ragged(Sequence[Any]):
         if not 0 <= row < self._length:
             raise IndexError(index)
         if self.text:
-            return str(self.copied(row), "utf-8")
+            try:
+                return str(self.copied(row), "utf-8")
+            except UnicodeDecodeError as problem:
+                raise invalid_text(_not_utf8(self.name, row), problem, _read_bytes(self.name, row)) from problem
         return self.values[self._edges[row] : self._edges[row + 1]]
 
     def __iter__(self) -> Iterator[Any]:
         if self.text:
-            return map(_decode_text, self.all_copied())
+            return self._texts()
         return chain.from_iterable(map(self.values.__getitem__, slices) for slices in self._slices())
+
+    def _texts(self) -> Iterator[str]:
+        try:
+            yield from map(_decode_text, self.all_copied())
+        except UnicodeDecodeError:
+            for row in range(self._length):
+                self[row]  # raises, with the number of the first such row
+            raise
 
     def copied(self, row: int) -> bytes:
         """The bytes of row 0 … len - 1, if the values are bytes."""
@@ -547,7 +565,7 @@ class Ragged(Sequence[Any]):
             yield _slices(self.offsets[first : first + _ROWS_AT_ONCE + 1])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _ragged, (self.offsets, self.values, self.text, self.shape)
+        return _ragged, (self.offsets, self.values, self.text, self.shape, self.name)
 
     def __repr__(self) -> str:
         kind = "texts" if self.text else f"rows of {self.values.dtype}"
@@ -563,5 +581,13 @@ def _decode_text(text: bytes) -> str:
     return text.decode("utf-8")
 
 
-def _ragged(offsets: NDArray, values: NDArray, text: bool, shape: tuple[int, ...]) -> Ragged:
-    return Ragged(offsets, values, text=text, shape=shape)
+def _not_utf8(name: str, row: int) -> str:
+    return say("row {row} of {name!r} is not UTF-8 text", row=row, name=name)
+
+
+def _read_bytes(name: str, row: int) -> str:
+    return say("or read its bytes: {code}", code=f"data[{name!r}].copied({row})")
+
+
+def _ragged(offsets: NDArray, values: NDArray, text: bool, shape: tuple[int, ...], name: str = "") -> Ragged:
+    return Ragged(offsets, values, text=text, shape=shape, name=name)

@@ -28,8 +28,6 @@ from legroom.errors import LegroomError, RemoteError
 from legroom.remote.object_store import CONNECTIONS, BufferSink, RemoteObject
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp
-from legroom.remote.remote_errors import short_read
-from legroom.remote.request_retries import ATTEMPTS, is_transient
 from legroom.system.processes_and_threads import lower_thread_priority, start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
@@ -460,31 +458,25 @@ class Download:
 
     def _read_stream(self) -> None:
         """Read the object in one request. A broken one starts again from its beginning."""
-        failed = 0
-        while True:
+
+        def begin() -> None:
             os.ftruncate(self._file, 0)
-            at, broken = 0, None
-            try:
-                for block in self._object().stream():
-                    self._ask(len(block))
-                    write_all(self._file, memoryview(block), at)
-                    at += len(block)
-                    self.received += len(block)
-                    self.present = at
-                    self.waiting()
-                if self.stamp.size is not None and at != self.stamp.size:
-                    raise short_read(self.url, self.stamp.size, at)
-            except RemoteError as problem:
-                broken = problem
-            if broken is None:
-                break
-            failed += 1
-            if failed >= ATTEMPTS or not is_transient(broken):
-                self._problem = broken
-                raise broken
-            self._object().slept(0.2 * 2**failed)
-        self.size = self.present = at
-        self.stamp = replace(self.stamp, size=at)
+            self.present = 0
+
+        def take(block: bytes) -> None:
+            self._ask(len(block))
+            write_all(self._file, memoryview(block), self.present)
+            self.received += len(block)
+            self.present += len(block)
+            self.waiting()
+
+        try:
+            self._object().read_whole(begin, take, self.stamp.size)
+        except RemoteError as problem:
+            self._problem = problem
+            raise
+        self.size = self.present
+        self.stamp = replace(self.stamp, size=self.present)
 
 
 class _PieceSink:

@@ -15,7 +15,7 @@ from legroom.cache import capacity, eviction, locks, remembered_digests
 from legroom.cache.capacity import directory_bytes, forget_count
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
 from legroom.cache.lease_and_map_entry import entry_exists
-from legroom.cache.list_and_verify import entry_users, manifest_of, matching_keys, not_loaded_error, read_entry
+from legroom.cache.list_and_verify import What, entry_users, find_keys, manifest_of, not_loaded_error, read_entry
 from legroom.cache.manifest import Manifest, is_key
 from legroom.cache.stale_entries import SourceMatcher
 from legroom.cache.store_directories import (
@@ -33,34 +33,35 @@ from legroom.errors import EntryInUse
 from legroom.messages import listed, say
 from legroom.records import Entry, Reaped, Shortfall
 
-Where = str | os.PathLike[str]
 
+def drop(what: What = None, *, force: bool = False) -> Reaped:
+    """Remove the entries of some keys or files, or all (None).
 
-def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
-    """Remove the entries of a key or file, or all (None). Raises EntryInUse if a named one is in use."""
+    Raises EntryInUse if the only one that was named is in use, and NotLoaded if no name has an entry.
+    """
     removed: list[Entry] = []
     kept: list[Entry] = []
     freed = 0
     with open_stores() as stores:
-        matcher = SourceMatcher(stores.found)
-        for store in stores.distinct:
-            for key in matching_keys(store, what, matcher):
+        wanted = find_keys(stores.distinct, what, SourceMatcher(stores.found))
+        for store, keys in wanted.keys.items():
+            for key in keys:
                 entry, size = read_entry(store, key), directory_bytes(store.fd, key)
                 if entry is None:
                     continue
                 if _remove(store, key, force=force):
                     removed.append(entry)
                     freed += size
-                elif what is None:
-                    kept.append(entry)
-                else:
+                elif len(wanted.names) == 1:
                     raise in_use_error(store, key)
+                else:
+                    kept.append(entry)
             if what is None:
                 with store_lock(store):
                     eviction.remove_unused_downloads(store)
-    if what is not None and not removed:
-        raise not_loaded_error(what, stores.findings, wanted=False)
-    return Reaped(tuple(removed), freed, 0, tuple(kept))
+    if wanted.names and not removed and not kept:
+        raise not_loaded_error(wanted.names[0], stores.findings, wanted=False)
+    return Reaped(tuple(removed), freed, 0, tuple(kept), missing=wanted.missing)
 
 
 def gc(*, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False) -> Reaped:

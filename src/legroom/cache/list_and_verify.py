@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -33,37 +34,50 @@ from legroom.records import Entry, EntryUser, Finding, StoreRoom, Verification
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, without_credentials
 
 Where = str | os.PathLike[str]
+What = Where | Sequence[Where] | None  # None: everything
 _SHORTEST = 6  # the fewest digits of a key that are accepted
 
 
-def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Entry, ...]:
-    """Every entry of every store, least recently used first, or those of one key or file."""
-    return listing(what, with_users=with_users)[0]
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Entries, the stores with their free space, and what could not be found or read."""
+
+    entries: tuple[Entry, ...]
+    rooms: tuple[StoreRoom, ...]
+    findings: tuple[Finding, ...]  # stores that could not be read
+    missing: tuple[str, ...] = ()  # names that no entry matches
 
 
-def listing(
-    what: Where | None = None, *, with_users: bool = False
-) -> tuple[tuple[Entry, ...], tuple[StoreRoom, ...], tuple[Finding, ...]]:
-    """The entries, the stores with their free space, and the stores that could not be read."""
+def entries(what: What = None, *, with_users: bool = False) -> tuple[Entry, ...]:
+    """Every entry of every store, least recently used first, or those of some keys or files."""
+    return listing(what, with_users=with_users).entries
+
+
+def listing(what: What = None, *, with_users: bool = False) -> Listing:
+    """The entries, and the stores that they are in."""
     found: list[Entry] = []
     with open_stores() as stores:
-        matcher = SourceMatcher(stores.found)
-        for store in stores.distinct:
-            keys = matching_keys(store, what, matcher)
+        wanted = find_keys(stores.distinct, what, SourceMatcher(stores.found))
+        for store, keys in wanted.keys.items():
             people = entry_users(store.root) if with_users and keys else None
             for key in keys:
                 entry = read_entry(store, key, people.get(key, ()) if people is not None else None)
                 if entry is not None:
                     found.append(entry)
-        return tuple(found), tuple(map(_room, stores.distinct)), stores.findings
+        return Listing(tuple(found), tuple(map(_room, stores.distinct)), stores.findings, wanted.missing)
 
 
 def info(what: Where, *, with_users: bool = True) -> Entry:
     """The entry of a key (or its first digits) or of a file. Raises NotLoaded if there is none."""
-    found, _, findings = listing(what, with_users=with_users)
-    if not found:
-        raise not_loaded_error(what, findings)
-    return found[0]
+    return infos([what], with_users=with_users)[0]
+
+
+def infos(what: Sequence[Where], *, with_users: bool = True) -> tuple[Entry, ...]:
+    """The entries of keys or files. Raises NotLoaded if one of them has none."""
+    found = listing(what, with_users=with_users)
+    if found.missing or not found.entries:
+        raise not_loaded_error([*found.missing, *what][0], found.findings)
+    return found.entries
 
 
 def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
@@ -88,7 +102,7 @@ def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: b
     A store that could not be read may hold it, so its finding is part of the error.
     """
     name = without_credentials(os.fspath(what))
-    there = is_url(name) or os.path.lexists(os.path.expanduser(name))
+    there = _is_source(name)
     nowhere = (
         say("no store has an entry for the current content of that object")
         if is_url(name)
@@ -106,6 +120,50 @@ def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: b
     )
 
 
+@dataclass(frozen=True, slots=True)
+class FoundKeys:
+    """The keys that some names stand for, in each store, and the names that stand for none."""
+
+    keys: dict[Store, list[str]]
+    names: tuple[str, ...]  # empty: everything was asked for
+    missing: tuple[str, ...]
+
+
+def find_keys(stores: Sequence[Store], what: What, matcher: SourceMatcher, *, earlier: bool = False) -> FoundKeys:
+    """The keys of one or several names; None: all.
+
+    Several files also stand for the entry of all of them joined, as a shell passes the shards of a pattern.
+    ``earlier``: a file without an entry of its current content stands for those of its earlier content.
+    """
+    if what is None:
+        return FoundKeys({store: matching_keys(store, None, matcher) for store in stores}, (), ())
+    given: Sequence[Where] = [what] if isinstance(what, (str, os.PathLike)) else what
+    names = tuple(dict.fromkeys(os.fspath(name) for name in given))
+    keys: dict[Store, dict[str, None]] = {store: {} for store in stores}  # in order, each once
+    missing = []
+    for name in names:
+        found = {store: matching_keys(store, name, matcher) for store in stores}
+        if earlier and _is_source(name) and not any(found.values()):
+            found = {store: keys_built_from(store, source_paths(name)) for store in stores}
+        if not any(found.values()):
+            missing.append(name)
+        for store in stores:
+            keys[store] |= dict.fromkeys(found[store])
+    sources = [name for name in names if _is_source(name)]
+    if len(sources) > 1:
+        found = {store: _keys_of_paths(store, source_paths(sources), matcher) for store in stores}
+        if any(found.values()):
+            missing = [name for name in missing if name not in sources]
+        for store in stores:
+            keys[store] |= dict.fromkeys(found[store])
+    return FoundKeys({store: list(these) for store, these in keys.items()}, names, tuple(missing))
+
+
+def _is_source(name: Where) -> bool:
+    """Whether it is a URL or an existing file, rather than a key or a name."""
+    return is_url(os.fspath(name)) or os.path.lexists(os.path.expanduser(name))
+
+
 def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> list[str]:
     """The keys in a store that match a key, its first digits, or a file; None: all, least recently used first."""
     if what is None:
@@ -120,7 +178,10 @@ def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> l
         return [text] if text in found else found
     if not os.path.lexists(text) and (named := keys_named(store, text)):
         return named
-    paths = source_paths(what)
+    return _keys_of_paths(store, source_paths(what), matcher)
+
+
+def _keys_of_paths(store: Store, paths: Sequence[SourcePath], matcher: SourceMatcher) -> list[str]:
     if any(isinstance(path, ObjectUrl) for path in paths):
         try:
             return keys_of_content(store, paths, matcher)
@@ -168,9 +229,19 @@ def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OS
     try:
         return read_manifest(folder, key)
     except (Damaged, OtherFormat, OSError) as problem:
+        if not _is_named(store, key, folder):
+            return None  # removed after it was opened: its files may be gone already
         return _raise_shortage(problem)
     finally:
         os.close(folder)
+
+
+def _is_named(store: Store, key: str, folder: int) -> bool:
+    """Whether the open directory is still the entry of that key."""
+    try:
+        return os.path.samestat(os.stat(key, dir_fd=store.fd, follow_symlinks=False), os.fstat(folder))
+    except FileNotFoundError:
+        return False
 
 
 _T = TypeVar("_T", bound=Exception)
@@ -204,24 +275,24 @@ def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = No
     )
 
 
-def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verification, ...]:
-    """Check the entries of a key or file, or all. ``source=False`` skips reading the sources.
+def verify(what: What = None, *, source: bool = True) -> tuple[Verification, ...]:
+    """Check the entries of some keys or files, or all. ``source=False`` skips reading the sources.
 
     A file without an entry of its current content: checks those of its earlier content, which report the change.
     """
     found = []
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
-        keys = {store: matching_keys(store, what, matcher) for store in stores.found}
-        if what is not None and (is_url(os.fspath(what)) or os.path.lexists(what)) and not any(keys.values()):
-            keys = {store: keys_built_from(store, source_paths(what)) for store in stores.found}
-        for store in stores.found:
-            for key in keys[store]:
+        wanted = find_keys(stores.found, what, matcher, earlier=True)
+        if wanted.missing:
+            raise not_loaded_error(wanted.missing[0], stores.findings)
+        for store, keys in wanted.keys.items():
+            for key in keys:
                 result = _verify(store, key, matcher if source else None)
                 if result is not None:
                     found.append(result)
-    if what is not None and not found:
-        raise not_loaded_error(what, stores.findings)
+        if wanted.names and not found:  # removed meanwhile
+            raise not_loaded_error(wanted.names[0], stores.findings)
     return tuple(found)
 
 

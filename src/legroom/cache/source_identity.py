@@ -1,12 +1,14 @@
 """Which data a path stands for: stamps (stat results) of its files, and the digest of their bytes.
 
-One file's digest is what ``md5sum`` prints. Several files, a directory, or a file whose data are partly in other
-files have the digest of their sorted (name, digest) list. A referenced file is named by the reference to it, not by
-its path: two such files that are swapped are different data.
+One file's digest is what ``md5sum`` prints. If the file ends with 1 GiB or more of zeros, these are counted instead of
+hashed: see docs/decisions/0014-one-rule-for-source-files.md. Several files, a directory, or a file whose data are
+partly in other files have the digest of their sorted (name, digest) list. A referenced file is named by the reference
+to it, not by its path: two such files that are swapped are different data.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -47,6 +49,8 @@ _CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
 # Threads that receive take turns with the hash: each turn waits for the interpreter's lock.
 _ARRIVING = 2 << 20
 _MAPPED = 8 << 20  # of an arriving file that needs no copy
+_ZEROS = 1 << 30  # bytes of zeros at the end of a file that are counted: MD5 takes 1 to 3 s for them
+_ZERO_BLOCK = 1 << 20  # the zeros are counted from a multiple of this on
 _SAMPLES = 16
 _HASHED_AT_ONCE = 1024  # files of a directory
 _TICK_NS = 20_000_000  # the coarsest file system clock: 10 ms at 100 Hz, with a margin
@@ -342,11 +346,14 @@ def hash_file(file: StampedFile, algorithm: str, progress: Callable[[int], None]
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             _same(fd, file)
-            for block in _blocks(fd, file, _CHUNKS[algorithm]):
+            end = _end_of_data(fd, file)
+            for block in _blocks(fd, file, _CHUNKS[algorithm], end):
                 for hasher in hashers.values():
                     hasher.update(block)
                 if progress is not None:
                     progress(len(block))
+            if progress is not None and end < file.size:
+                progress(file.size - end)
             _same(fd, file)
         finally:
             os.close(fd)
@@ -356,11 +363,50 @@ def hash_file(file: StampedFile, algorithm: str, progress: Callable[[int], None]
         raise source_gone_error(file.path, problem) from problem
     digests = {name: hasher.hexdigest() for name, hasher in hashers.items()}
     _require_expected(file, digests)
-    return digests[algorithm]
+    if end == file.size:
+        return digests[algorithm]
+    counted = new_hasher(algorithm)
+    counted.update(f"{digests[algorithm]} and {file.size - end} zeros\n".encode())
+    return counted.hexdigest()
 
 
-def _blocks(fd: int, file: StampedFile, chunk: int) -> Iterator[memoryview]:
-    """The file's bytes in order. Those of a remote object as they arrive, in place if they arrive in memory."""
+def _end_of_data(fd: int, file: StampedFile) -> int:
+    """Where many zeros at the end begin, else the size. It depends on the bytes alone, not on which are allocated.
+
+    A database or array may be a file of the largest size that it can get, with data at its start.
+    """
+    size = file.size
+    if size < _ZEROS or file.local is not None or os.pread(fd, 4096, size - 4096).strip(b"\0"):
+        return size
+    end, zeros = _end_of_extents(fd, size), bytes(_ZERO_BLOCK)
+    while end > 0:
+        start = (end - 1) // _ZERO_BLOCK * _ZERO_BLOCK
+        if os.pread(fd, end - start, start) != zeros[: end - start]:
+            break
+        end = start
+    return end if size - end >= _ZEROS else size
+
+
+def _end_of_extents(fd: int, size: int) -> int:
+    """A multiple of the block from which on the file system has stored nothing, at most a block too far."""
+    stored, empty = 0, -(-size // _ZERO_BLOCK)  # in blocks: there is data at or after the first, none after the second
+    while stored < empty:
+        middle = (stored + empty) // 2
+        try:
+            os.lseek(fd, middle * _ZERO_BLOCK, os.SEEK_DATA)
+            stored = middle + 1
+        except OSError as problem:
+            if problem.errno != errno.ENXIO:  # a file system without holes
+                return size
+            empty = middle
+    return min(size, empty * _ZERO_BLOCK)
+
+
+def _blocks(fd: int, file: StampedFile, chunk: int, end: int) -> Iterator[memoryview]:
+    """The file's bytes in order, up to ``end``.
+
+    Those of a remote object as they arrive, in place if they arrive in memory.
+    """
     path, offset = file.readable, 0
     if (mapped := arriving_bytes(path)) is not None:
         while offset < file.size:
@@ -370,8 +416,8 @@ def _blocks(fd: int, file: StampedFile, chunk: int) -> Iterator[memoryview]:
         return
     chunk = chunk if file.local is None else max(chunk, _ARRIVING)
     buffer = memoryview(bytearray(min(chunk, max(1, file.size))))
-    while offset < file.size or not file.size:
-        there = wait_for_some(path, offset, min(len(buffer), file.size - offset))
+    while offset < end or not file.size:
+        there = wait_for_some(path, offset, min(len(buffer), end - offset))
         got = read_at(fd, buffer[:there], offset)
         if got == 0:
             return

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,9 +16,12 @@ from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.options import DURATION, SIZE, EntryName
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
-from legroom.records import Entry, Finding, Reaped, StoreRoom, Verification
+from legroom.records import Entry, Reaped, Verification
 from legroom.remote.object_url import without_credentials
 from legroom.units import format_duration, format_size, size_or_unknown
+
+if TYPE_CHECKING:
+    from legroom.cache.list_and_verify import Listing
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -108,71 +111,72 @@ def load(
 
 
 @command.command("list")
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|ID|NAME]")
+@click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
 @_json
-def list_(what: str | None, as_json: bool) -> None:
+def list_(what: tuple[str, ...], as_json: bool) -> None:
     """List entries, the processes that use them, and free space.
 
     Also lists copies in GPU memory that processes share, and groups of training runs that share one set of DataLoader
-    workers. With FILE, ID or NAME, lists only that entry.
+    workers. With FILE, ID or NAME, lists only those entries.
     """
     from legroom.cache.list_and_verify import listing
     from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows, groups
     from legroom.monitor.watch_text import gpu_copy_line, group_lines
 
-    found, rooms, passed_over = listing(what, with_users=True)
+    found = listing(what or None, with_users=True)
     if as_json:
-        sharing = groups() if what is None else []
-        copies = [dataclasses.asdict(copy) for copy in gpu_copies()] if what is None else []
-        whole = listing_object(found, rooms, passed_over)
+        sharing = [] if what else groups()
+        copies = [] if what else [dataclasses.asdict(copy) for copy in gpu_copies()]
+        whole = listing_object(found)
         print_json("cache.list", {**whole, "groups": sharing, "gpu_copies": copies})
     else:
-        click.echo(listing_text(found, rooms, passed_over, what))
-        copies_text = [paragraph(gpu_copy_line(copy), "", "  ") for copy in gpu_copies()] if what is None else []
+        click.echo(listing_text(found))
+        copies_text = [] if what else [paragraph(gpu_copy_line(copy), "", "  ") for copy in gpu_copies()]
         if copies_text:
             click.echo("\n".join(["", *copies_text]))
-        for group in group_rows() if what is None else ():
+        for group in () if what else group_rows():
             head, *rest = group_lines(group)
             click.echo("\n".join(["", paragraph(head, "", "  "), *(paragraph(one, "", "    ") for one in rest)]))
 
 
 @command.command()
-@click.argument("what", type=EntryName(), metavar="FILE|ID|NAME")
+@click.argument("what", nargs=-1, required=True, type=EntryName(), metavar="FILE|ID|NAME…")
 @_json
-def info(what: str, as_json: bool) -> None:
-    """Show all details of one entry; exit 1 if it is not loaded."""
-    from legroom.cache.list_and_verify import info as look_up
+def info(what: tuple[str, ...], as_json: bool) -> None:
+    """Show all details of entries; exit 1 if one is not loaded."""
+    from legroom.cache.list_and_verify import infos
 
-    entry = look_up(what)
+    found = infos(what)
     if as_json:
-        print_json("cache.info", {"entry": entry_object(entry)})
+        print_json("cache.info", {"entry": entry_object(found[0]), "entries": [entry_object(one) for one in found]})
     else:
-        click.echo(entry_text(entry, attributes=True))
+        click.echo("\n\n".join(entry_text(entry, attributes=True) for entry in found))
 
 
 @command.command()
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|ID|NAME]")
+@click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
 @click.option(
     "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
 )
 @_json
-def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
-    """Remove one entry, or all unused ones with --all.
+def drop(what: tuple[str, ...], everything: bool, force: bool, as_json: bool) -> int:
+    """Remove entries, or all unused ones with --all.
 
-    Without --force, an entry in use is kept, and the exit status is 1.
+    Without --force, an entry in use is kept, and the exit status is 1. It is also 1 if a FILE, ID or NAME is not
+    loaded; the other entries are removed.
     """
     from legroom.cache.drop_and_gc import drop as remove
 
-    if (what is None) == (not everything):
+    if bool(what) == everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
-    gone = remove(what, force=force)
+    gone = remove(what or None, force=force)
     if as_json:
         print_json("cache.drop", reaped_object(gone))
     else:
         click.echo(reaped_text(gone))
-    return 1 if gone.kept else 0
+    return 1 if gone.kept or gone.missing else 0
 
 
 @command.command()
@@ -204,17 +208,17 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
 
 
 @command.command()
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|ID|NAME]")
+@click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
 @click.option("--no-source", is_flag=True, help="Check only the copies; do not read the source files again.")
 @_json
-def verify(what: str | None, no_source: bool, as_json: bool) -> int:
+def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     """Verify the checksums of entries and of their source files.
 
     Exits 1 if an entry is damaged or its source has changed.
     """
     from legroom.cache.list_and_verify import verify as check
 
-    results = check(what, source=not no_source)
+    results = check(what or None, source=not no_source)
     if as_json:
         print_json("cache.verify", {"entries": [verified_object(result) for result in results]})
     else:
@@ -271,17 +275,16 @@ def entry_object(entry: Entry) -> dict[str, Any]:
     return whole
 
 
-def listing_object(
-    found: Sequence[Entry], rooms: Sequence[StoreRoom], passed_over: Sequence[Finding]
-) -> dict[str, Any]:
+def listing_object(found: Listing) -> dict[str, Any]:
     """The list for JSON; ``store`` is the first of ``stores``."""
-    stores = [dataclasses.asdict(room) for room in rooms]
+    stores = [dataclasses.asdict(room) for room in found.rooms]
     return {
         "store": stores[0] if stores else None,
         "stores": stores,
-        "entries": [entry_object(entry) for entry in found],
-        "saved": saved(found),
-        "findings": [dataclasses.asdict(finding) for finding in passed_over],
+        "entries": [entry_object(entry) for entry in found.entries],
+        "missing": found.missing,
+        "saved": saved(found.entries),
+        "findings": [dataclasses.asdict(finding) for finding in found.findings],
     }
 
 
@@ -290,22 +293,19 @@ def saved(found: Sequence[Entry]) -> int:
     return sum(entry.bytes * max(0, len(entry.users or ()) - 1) for entry in found)
 
 
-def listing_text(
-    found: Sequence[Entry], rooms: Sequence[StoreRoom], passed_over: Sequence[Finding], what: str | None
-) -> str:
+def listing_text(found: Listing) -> str:
     """The list as text."""
     lines: list[str] = []
-    if not found:
-        lines += [
-            say("{what}: not loaded", what=shown(without_credentials(what))) if what else say("the cache is empty"),
-            "",
-        ]
-    for entry in found:
+    for entry in found.entries:
         lines += [entry_text(entry), ""]
-    together = saved(found)
+    if found.missing:
+        lines += [*map(_not_loaded, found.missing), ""]
+    elif not found.entries:
+        lines += [say("the cache is empty"), ""]
+    together = saved(found.entries)
     if together:
         lines.append(say("memory saved by sharing: {size}", size=format_size(together)))
-    for room in rooms:
+    for room in found.rooms:
         told = say(
             "{backing} store {path}: {used} in entries, {free} free (limited by {bound})",
             backing=room.backing, path=room.path, used=format_size(room.used), free=format_size(room.free),
@@ -314,7 +314,7 @@ def listing_text(
         lines.append(paragraph(told, "", "  "))
     lines += [
         paragraph(say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  ")
-        for finding in passed_over
+        for finding in found.findings
         if finding.severity != "info"
     ]
     return "\n".join(lines).rstrip()
@@ -434,6 +434,7 @@ def reaped_object(gone: Reaped) -> dict[str, Any]:
         "strays": gone.strays,
         "dry_run": gone.dry_run,
         "short": [dataclasses.asdict(one) for one in gone.short],
+        "missing": gone.missing,
     }
 
 
@@ -442,6 +443,7 @@ def reaped_text(gone: Reaped) -> str:
     verb = say("would remove") if gone.dry_run else say("removed")
     lines = [f"{verb} {_named(entry)}" for entry in gone.entries]
     lines += [say("kept {name}: in use", name=_named(entry)) for entry in gone.kept]
+    lines += map(_not_loaded, gone.missing)
     lines.append(
         say(
             "{verb} {entries} ({freed}) and {leftovers}",
@@ -457,6 +459,10 @@ def reaped_text(gone: Reaped) -> str:
         )  # fmt: skip
         lines.append(paragraph(told, "", "  "))
     return "\n".join(lines)
+
+
+def _not_loaded(name: str) -> str:
+    return say("{what}: not loaded", what=shown(without_credentials(name)))
 
 
 def _named(entry: Entry) -> str:

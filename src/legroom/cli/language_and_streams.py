@@ -154,6 +154,7 @@ def _given(messages: list[str]) -> str | None:
     return given
 
 
+_EXTRA = (phrase("Got unexpected extra argument ({args})"), phrase("Got unexpected extra arguments ({args})"))
 SENTENCES = (
     phrase("Usage:"),
     phrase("Options"),
@@ -177,8 +178,7 @@ SENTENCES = (
     phrase("Did you mean {possibility}?"),
     phrase("(Did you mean one of: {possibilities}?)"),
     phrase("(Possible options: {possibilities})"),
-    phrase("Got unexpected extra argument ({args})"),
-    phrase("Got unexpected extra arguments ({args})"),
+    *_EXTRA,
     phrase("Option {name!r} requires an argument."),
     phrase("Option {name!r} requires {nargs} arguments."),
     phrase("Option {name!r} does not take a value."),
@@ -198,6 +198,27 @@ def translate_click() -> None:
             setattr(module, "_", say)  # noqa: B010 - no attribute that types know of
         if hasattr(module, "ngettext"):
             setattr(module, "ngettext", _one_or_many)  # noqa: B010
+
+
+def extra_arguments(ctx: click.Context, words: Sequence[str]) -> click.UsageError:
+    """click's error for arguments that a command does not take."""
+    return click.UsageError(_one_or_many(*_EXTRA, len(words)).format(args=" ".join(words)), ctx)
+
+
+def explain_extra_arguments(problem: click.ClickException) -> click.ClickException:
+    """That error with what to do, where a command takes one file and the shell has made several of a pattern."""
+    ctx = problem.ctx if isinstance(problem, click.UsageError) else None
+    if ctx is None or not problem.message.startswith(tuple(say(one).partition("{")[0] for one in _EXTRA)):
+        return problem
+    if not any("FILE" in (param.metavar or "") for param in ctx.command.params):
+        return problem
+    return click.UsageError(
+        say(
+            "{message}. Give one file: the shell turns a pattern such as *.log into every file that matches.",
+            message=problem.message,
+        ),
+        ctx,
+    )
 
 
 def _one_or_many(one: str, many: str, count: int) -> str:

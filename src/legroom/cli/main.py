@@ -17,6 +17,7 @@ from legroom.cli.language_and_streams import (
     NotWritten,
     apply_language,
     escape_unencodable,
+    explain_extra_arguments,
     fall_back_to_english,
     guard_streams,
     language_option,
@@ -179,7 +180,7 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         _print_error(error, as_json=as_json, command=_command_name(arguments))
         return error.exit_status
     except click.ClickException as problem:
-        problem.show()
+        explain_extra_arguments(problem).show()
         return EXIT_USAGE
     except click.Abort:
         click.echo(say("stopped"), err=True)

@@ -99,19 +99,19 @@ def warm(
 
 
 @command.command("list")
-@click.argument("what", required=False, metavar="[SOURCE|ID]")
+@click.argument("what", nargs=-1, metavar="[SOURCE|ID]…")
 @_ray
 @_node
 @_json
-def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
+def list_(what: tuple[str, ...], address: str, nodes: tuple[str, ...], as_json: bool) -> int:
     """List the cache entries of every node.
 
-    With SOURCE or ID, lists only that entry. Exits 1 if a node failed.
+    With SOURCE or ID, lists only those entries. Exits 1 if a node failed.
     """
     from legroom.integrations.ray_cluster import connect, entries
 
     with connect(address):
-        found = entries(what, nodes or None)
+        found = entries(list(what) or None, nodes or None)
     if as_json:
         print_json("nodes.list", {"nodes": [dataclasses.asdict(one) for one in found]})
     else:
@@ -120,7 +120,7 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 
 
 @command.command()
-@click.argument("what", required=False, metavar="[SOURCE|ID]")
+@click.argument("what", nargs=-1, metavar="[SOURCE|ID]…")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
 @click.option(
     "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
@@ -128,18 +128,20 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 @_ray
 @_node
 @_json
-def drop(what: str | None, everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
-    """Remove one entry on every node, or all unused with --all.
+def drop(
+    what: tuple[str, ...], everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool
+) -> int:
+    """Remove entries on every node, or all unused with --all.
 
     Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """
     from legroom.integrations.ray_cluster import connect
     from legroom.integrations.ray_cluster import drop as remove
 
-    if (what is None) == (not everything):
+    if bool(what) == everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
     with connect(address):
-        found = remove(what, nodes or None, force=force)
+        found = remove(list(what) or None, nodes or None, force=force)
     if as_json:
         print_json("nodes.drop", {"nodes": [dataclasses.asdict(one) for one in found]})
     else:

@@ -9,12 +9,21 @@ import click
 
 from legroom.advice.shm_config import KINDS
 from legroom.advice.shm_config import emit as snippet
+from legroom.cli.language_and_streams import extra_arguments
 from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, term_lines, verdict_lines
 from legroom.cli.options import SIZE, asked, training_options
 from legroom.cli.text_layout import labelled, paragraph, shorten, steps
 from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records import Job, Plan
 from legroom.units import format_size, size_or_unknown
+
+
+def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[int, ...]:
+    """The process IDs after that of --measure. Anything else belongs to no option: the shell made it of a pattern."""
+    others = [word for word in value if not word.isdecimal()]
+    if others:
+        raise extra_arguments(ctx, others)
+    return tuple(map(int, value))
 
 
 @click.command()
@@ -27,7 +36,7 @@ from legroom.units import format_size, size_or_unknown
     metavar="PID…",
     help="Measure running jobs and use their mean. Give one process ID per job: --measure 4711 4712.",
 )
-@click.argument("pids", nargs=-1, type=int, metavar="")
+@click.argument("pids", nargs=-1, metavar="", callback=_process_ids)
 @click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches, and use their mean.")
 @click.option("--batch", type=int, metavar="N", help="Batch size per rank (with --data or --sample-bytes).")
 @click.option(

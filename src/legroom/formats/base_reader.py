@@ -216,6 +216,8 @@ class BaseReader:
         if self._description is None:
             with self._library_errors(None):
                 found = self._describe()
+            if not found.items and self.path.is_dir():
+                lazy_import("legroom.formats.detect").refuse_other_data(self.path, found.format)
             self._require_names(found.items)
             for item in found.items:
                 if isinstance(item, ArraySpec):

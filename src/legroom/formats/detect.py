@@ -115,8 +115,17 @@ def _is_tokens(one: Candidate) -> bool:
     return True
 
 
-def _contains(*names: str) -> Callable[[Path], bool]:
-    return lambda path: any(os.path.lexists(path / name) for name in names)
+class _Contains:
+    """Recognizes a directory by a name in it."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __call__(self, path: Path) -> bool:
+        return bool(self.marks(path))
+
+    def marks(self, path: Path) -> list[str]:
+        return [name for name in self._names if os.path.lexists(path / name)]
 
 
 def _hf_dataset_files(path: Path) -> list[Path]:
@@ -137,7 +146,7 @@ FORMATS = (
         recognizes=_is_tar,
         endings=(".tar",),
     ),
-    Format("mds", "legroom.formats.mds_reader:MdsReader", "MosaicML MDS", recognizes_directory=_contains(MDS_FILE)),
+    Format("mds", "legroom.formats.mds_reader:MdsReader", "MosaicML MDS", recognizes_directory=_Contains(MDS_FILE)),
     Format(
         "npy",
         "legroom.formats.npy_reader:NpyReader",
@@ -150,7 +159,7 @@ FORMATS = (
         "legroom.formats.zarr_reader:ZarrReader",
         phrase("Zarr v2 and v3"),
         recognizes=lambda one: any(name in one.members for name in ZARR_FILES),
-        recognizes_directory=_contains(*ZARR_FILES),
+        recognizes_directory=_Contains(*ZARR_FILES),
         endings=(".zarr",),
     ),
     Format(
@@ -208,7 +217,7 @@ FORMATS = (
         "legroom.formats.lmdb_reader:LmdbReader",
         "LMDB",
         recognizes=lambda one: one.head[16:20] == b"\xde\xc0\xef\xbe",
-        recognizes_directory=_contains("data.mdb"),
+        recognizes_directory=_Contains("data.mdb"),
         directory_files=lambda path: [path / "data.mdb"],  # lock.mdb changes when the database is read
         at_offsets=True,
         endings=(".mdb", ".lmdb"),
@@ -217,7 +226,7 @@ FORMATS = (
         "hf-datasets",
         "legroom.formats.hf_datasets_reader:HfDatasetsReader",
         phrase("directories of Hugging Face datasets"),
-        recognizes_directory=_contains("dataset_info.json", "dataset_dict.json"),
+        recognizes_directory=_Contains("dataset_info.json", "dataset_dict.json"),
         directory_files=_hf_dataset_files,
     ),
     Format(
@@ -323,8 +332,7 @@ def directory_format(path: Path) -> Format | PluginFormat:
     if plugin is not None:
         return plugin
     names = names_in(path)
-    data = {ending for one in FORMATS for ending in one.endings}
-    found = Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in data)
+    found = _data_endings(names)
     try:
         if not found:
             images = lazy_import("legroom.formats.image_folder_reader")
@@ -335,6 +343,29 @@ def directory_format(path: Path) -> Format | PluginFormat:
         raise _unknown_directory(path, found)
     except UnreadableSource as refusal:
         raise problem or refusal from None
+
+
+def _data_endings(names: Iterable[str]) -> Counter[str]:
+    data = {ending for one in FORMATS for ending in one.endings}
+    return Counter(ending for name in names if (ending := os.path.splitext(name)[1]) in data)
+
+
+def refuse_other_data(path: Path, kind: str) -> None:
+    """Raise if a directory has data of another format, where the reader that its marks chose has found nothing."""
+    names = names_in(path)
+    others = [f"*{ending}" for ending in _data_endings(names)]
+    images = lazy_import("legroom.formats.image_folder_reader")
+    others += [os.path.join(name, "") for name in images.folders_with_images(path, names)]
+    if not others:
+        return
+    recognizes = next((one.recognizes_directory for one in FORMATS if one.name == kind), None)
+    marks = [os.fspath(path / mark) for mark in recognizes.marks(path)] if isinstance(recognizes, _Contains) else []
+    why = say(
+        "it is read as {format} and has no arrays in that format, but other data: {names}",
+        format=kind,
+        names=listed(others),
+    )
+    raise not_a_dataset(path, why, say("remove {marks}", marks=listed(marks)) if marks else say("separate them"))
 
 
 def directory_files(path: Path) -> Sequence[Path] | None:

@@ -325,6 +325,11 @@ def damaged(path: Path, why: str) -> DamagedSource:
     )
 
 
+def invalid_text(what: str, problem: UnicodeDecodeError, *fix: str) -> DamagedSource:
+    """The error for a text that is not UTF-8, which is found when it is decoded."""
+    return DamagedSource(what, why=str(problem), fix=(say("write it again as UTF-8 text, or as bytes"), *fix))
+
+
 def wrong_checksum(path: Path, name: str, has: int, needed: int) -> DamagedSource:
     """The error for bytes that do not match the CRC-32 stored in the file."""
     return damaged(

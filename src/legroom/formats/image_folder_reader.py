@@ -68,6 +68,12 @@ def require_classes(path: Path, names: Mapping[str, bool]) -> None:
         )
 
 
+def folders_with_images(path: Path, names: Mapping[str, bool]) -> list[str]:
+    """Which of the first directories in it have images."""
+    folders = [name for name in sorted(names) if names[name]]
+    return [name for name in folders[:_CLASSES_LOOKED_INTO] if _has_image(path / name)]
+
+
 def refuse_images_without_classes(path: Path, names: Iterable[str]) -> None:
     """Raise if these names in a directory without subdirectories have images among them."""
     if not any(name.lower().endswith(IMAGES) for name in names):

@@ -50,8 +50,7 @@ class TableReader(BaseReader):
 
     def _columns(self, schema: Any) -> list[str]:
         """The selected columns: ``column``, ``table/column``, or ``table`` for all."""
-        with arrow_errors(self.path, say("the names of its columns")):
-            names: list[str] = schema.names
+        names = names_of_columns(schema, self.path)
         double = {name for name in names if names.count(name) > 1}
         if double:
             raise UnsupportedData(
@@ -161,6 +160,16 @@ def schema_bytes(schema: Any) -> int:
     return 2 * int(schema.serialize().size)
 
 
+def names_of_columns(schema: Any, path: Path) -> list[str]:
+    """The names. Raises DamagedSource if one of them, or of a field in a column, is not UTF-8."""
+    with arrow_errors(path, say("the names of its columns")):
+        for part in schema:
+            for kind in every_type(part.type):
+                _ = [field.name for field in _fields(kind)]
+        names: list[str] = schema.names
+        return names
+
+
 def every_type(kind: Any) -> Iterator[Any]:
     """The type and all types nested in it."""
     yield kind
@@ -170,12 +179,16 @@ def every_type(kind: Any) -> Iterator[Any]:
 
 def children(kind: Any) -> list[Any]:
     """The direct child types of a nested type."""
-    types = require("pyarrow", "parquet", phrase("Arrow data")).types
     if isinstance(kind, require("pyarrow", "parquet", phrase("Arrow data")).BaseExtensionType):
         return [kind.storage_type]
-    if types.is_dictionary(kind):
+    return [field.type for field in _fields(kind)]
+
+
+def _fields(kind: Any) -> list[Any]:
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
+    if isinstance(kind, arrow.BaseExtensionType) or arrow.types.is_dictionary(kind):
         return []
-    return [kind.field(index).type for index in range(kind.num_fields)]
+    return [kind.field(index) for index in range(kind.num_fields)]
 
 
 def without_dictionaries(kind: Any) -> Any:

@@ -78,13 +78,15 @@ def doctor(nodes: Iterable[str] | None = None) -> tuple[NodeAnswer, ...]:
     return tuple(sorted(answers, key=lambda one: (-worst(one), one.address)))
 
 
-def entries(what: str | None = None, nodes: Iterable[str] | None = None) -> tuple[NodeAnswer, ...]:
+def entries(what: str | Sequence[str] | None = None, nodes: Iterable[str] | None = None) -> tuple[NodeAnswer, ...]:
     """The cache entries on every node: what ``legroom cache list --json`` prints there."""
     return ask("entries", nodes, {"what": what})
 
 
-def drop(what: str | None = None, nodes: Iterable[str] | None = None, *, force: bool = False) -> tuple[NodeAnswer, ...]:
-    """Remove the entries of a source or key, or all (None), on every node."""
+def drop(
+    what: str | Sequence[str] | None = None, nodes: Iterable[str] | None = None, *, force: bool = False
+) -> tuple[NodeAnswer, ...]:
+    """Remove the entries of sources or keys, or all (None), on every node."""
     return ask("drop", nodes, {"what": what, "force": force})
 
 

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,19 +191,19 @@ def _doctor() -> dict[str, Any]:
     }
 
 
-def _entries(what: str | None = None) -> dict[str, Any]:
+def _entries(what: str | Sequence[str] | None = None) -> dict[str, Any]:
     with import_lock:
         from legroom.cache.list_and_verify import listing
 
-    found, rooms, passed_over = listing(what)
+    found = listing(what)
     return {
-        "entries": [dataclasses.asdict(entry) for entry in found],
-        "stores": [dataclasses.asdict(room) for room in rooms],
-        "findings": [dataclasses.asdict(finding) for finding in passed_over],
+        "entries": [dataclasses.asdict(entry) for entry in found.entries],
+        "stores": [dataclasses.asdict(room) for room in found.rooms],
+        "findings": [dataclasses.asdict(finding) for finding in found.findings],
     }
 
 
-def _drop(what: str | None = None, force: bool = False) -> dict[str, Any]:
+def _drop(what: str | Sequence[str] | None = None, force: bool = False) -> dict[str, Any]:
     with import_lock:
         from legroom.cache.drop_and_gc import drop
         from legroom.errors import NotLoaded

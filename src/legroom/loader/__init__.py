@@ -10,7 +10,7 @@
     legroom_plan            legroom.plan: how many jobs fit on this machine, from a description or from running jobs
     measure_process_memory  memory of this process, of an idle worker, of an interpreter with torch
     shared_gpu_memory       one copy in GPU memory for every process: made, handed on, freed with the last
-    rank_sampler            permutation of an epoch and its division among ranks; rank and world size
+    rank_sampler            chosen rows, permutation of an epoch and its division among ranks; rank and world size
 
 import-linter checks which of these may import which (pyproject.toml).
 """

@@ -1,4 +1,4 @@
-"""Which rows each rank gets, and in which order; the rank of this process and the world size.
+"""Which rows are used, which of them each rank gets, and in which order; the rank of this process and the world size.
 
 The permutation of an epoch and its division among ranks are pure functions, so that every rank, and a resumed run with
 another world size, computes the same.
@@ -11,8 +11,9 @@ Ranks that share their data (tensor or pipeline parallelism) must pass rank and 
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -106,6 +107,112 @@ def permutation(rows: int, seed: int, epoch: int) -> NDArray:
     keys &= numbers
     keys.flags.writeable = False  # copies of the order on a GPU stay right
     return keys.view(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenRows:
+    """Some rows of the data, in the order given: start, start + step and so on, or the numbers in an array."""
+
+    count: int
+    start: int = 0
+    step: int = 1
+    numbers: NDArray | None = None
+
+    def at(self, positions: NDArray) -> NDArray:
+        """The row numbers at these positions, 0 … count-1."""
+        found: NDArray = positions * self.step + self.start if self.numbers is None else self.numbers[positions]
+        return found
+
+    @property
+    def rows(self) -> range | NDArray:
+        """The row numbers, as ``choose_rows`` takes them."""
+        if self.numbers is not None:
+            return self.numbers
+        return range(self.start, self.start + self.count * self.step, self.step)
+
+    @property
+    def identity(self) -> str:
+        """The same for the same rows in the same order, in every process."""
+        if self.numbers is None:
+            return f"{self.start}:{self.start + self.count * self.step}:{self.step}"
+        return hashlib.md5(self.numbers.astype("<i8").tobytes(), usedforsecurity=False).hexdigest()
+
+
+def choose_rows(rows: slice | Iterable[int] | None, total: int) -> ChosenRows | None:
+    """The rows that a slice, a range, row numbers or a mask choose of ``total``; None: all of them, in their order."""
+    if rows is None:
+        return None
+    if isinstance(rows, slice):
+        try:
+            rows = range(*rows.indices(total))
+        except (TypeError, ValueError) as problem:
+            raise _not_rows(rows, str(problem)) from problem
+    if isinstance(rows, range):
+        found = ChosenRows(len(rows), rows.start, rows.step if len(rows) > 1 else 1)
+    else:
+        found = _numbered(rows, total)
+    if found.numbers is None and (found.start, found.step, found.count) == (0, 1, total):
+        return None
+    if not found.count:
+        raise UsageError(
+            say("rows chooses no row"),
+            why=say("the data have {total} rows", total=total),
+            fix=(say("pass rows that the data have, for example {example}", example="rows=range(0, 1000)"),),
+        )
+    lowest, highest = _bounds(found)
+    if lowest < 0 or highest >= total:
+        raise UsageError(
+            say("rows has {row}, which is not a row of the data", row=lowest if lowest < 0 else highest),
+            why=say("the data have {total} rows, counted from 0", total=total),
+            fix=(
+                say("choose rows from 0 to {last}", last=total - 1),
+                say(
+                    "or pass a slice, which counts from the end and stops at it: {example}",
+                    example="rows=slice(-1000, None)",
+                ),
+            ),
+        )
+    return found
+
+
+def _bounds(chosen: ChosenRows) -> tuple[int, int]:
+    if chosen.numbers is not None:
+        return int(chosen.numbers.min()), int(chosen.numbers.max())
+    last = chosen.start + (chosen.count - 1) * chosen.step
+    return min(chosen.start, last), max(chosen.start, last)
+
+
+def _numbered(rows: Iterable[int], total: int) -> ChosenRows:
+    """Row numbers, or a mask of all rows; as a range where they are one."""
+    try:
+        given = np.asarray(rows if hasattr(rows, "__array__") else list(rows))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as problem:
+        raise _not_rows(rows, str(problem)) from problem
+    if given.ndim == 1 and not given.size:
+        return ChosenRows(0)
+    if given.dtype == bool and given.shape != (total,):
+        raise _not_rows(
+            rows, say("a mask of {shape} values was given, for {total} rows", shape=list(given.shape), total=total)
+        )
+    if given.ndim != 1 or given.dtype.kind not in "biu":
+        raise _not_rows(rows, say("{dtype} of shape {shape} was given", dtype=given.dtype, shape=list(given.shape)))
+    numbers = np.flatnonzero(given) if given.dtype == bool else given
+    if numbers.size and numbers.max() > np.iinfo(np.int64).max:
+        raise _not_rows(rows, say("the largest number is {number}", number=int(numbers.max())))
+    numbers = np.array(numbers, np.int64)  # a copy: the caller may change its own
+    numbers.flags.writeable = False  # as an order: copies of it on a GPU stay right
+    step = int(numbers[1] - numbers[0]) if len(numbers) > 1 else 1
+    if len(numbers) and step and bool((np.diff(numbers) == step).all()):
+        return ChosenRows(len(numbers), int(numbers[0]), step)
+    return ChosenRows(len(numbers), numbers=numbers)
+
+
+def _not_rows(rows: object, why: str) -> UsageError:
+    return UsageError(
+        say("rows must be a range, a slice, row numbers or a mask (got {kind})", kind=type(rows).__name__),
+        why=why,
+        fix=(say("pass for example {example}", example="rows=range(0, 1000)"),),
+    )
 
 
 LAUNCHERS = (

@@ -92,6 +92,7 @@ class Reaped:
     kept: tuple[Entry, ...] = ()  # requested, but in use
     dry_run: bool = False
     short: tuple[Shortfall, ...] = ()
+    missing: tuple[str, ...] = ()  # names that no entry matched
 
 
 @dataclass(frozen=True, slots=True)

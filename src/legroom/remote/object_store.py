@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from legroom.errors import LegroomError, MissingPackage, NoSuchObject, UnsupportedData, UsageError
@@ -76,21 +76,35 @@ class RemoteObject:
         """Close its connections."""
         self._ranges.close()
 
-    def stream(self) -> Iterator[bytes]:
-        """The whole object in one request, without retries."""
-        problem: LegroomError | None = None
-        blocks = read_stream(self._fs, self._path, self.url)
-        while True:
-            try:
-                block = next(blocks, None)
-            except Exception as raised:
-                problem = remote_error(self.url, raised)
-                block = None
-            if problem is not None:
-                raise problem
-            if block is None:
-                return
-            yield block
+    def read_whole(self, begin: Callable[[], None], take: Callable[[bytes], None], size: int | None) -> None:
+        """Read the object in one request, for servers without ranges or versions.
+
+        After a broken connection it begins again: what was taken before is of no use, and does not count as progress.
+
+        Args:
+            begin: Called before its first byte comes, each time.
+            take: Called with each of its parts, in order.
+            size: Of the object; None: unknown.
+        """
+        failed: list[Exception] = []
+
+        def attempt() -> None:
+            begin()
+            came = 0
+            for block in read_stream(self._fs, self._path, self.url):
+                try:
+                    take(block)
+                except Exception as problem:
+                    failed.append(problem)
+                    raise CallerFailed from None
+                came += len(block)
+            if size is not None and came != size:
+                raise short_read(self.url, size, came)
+
+        try:
+            self._retried(attempt)
+        except CallerFailed:
+            raise failed[0] from None
 
     def _retried(self, attempt: Callable[[], Any], progress: Callable[[], int] = lambda: 0) -> Any:
         return retried(
@@ -169,7 +183,8 @@ def read_small(url: ObjectUrl, most: int) -> bytes:
     remote = RemoteObject(url)
     stamp = remote.stat()
     if not stamp.by_ranges:
-        data = bytearray().join(remote.stream())
+        data = bytearray()
+        remote.read_whole(data.clear, data.extend, stamp.size)
     else:
         assert stamp.size is not None
         data = bytearray(min(stamp.size, most + 1))

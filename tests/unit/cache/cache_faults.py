@@ -188,7 +188,8 @@ class Sweep:
             with legroom.open(self.folder / "plain.npy", backing="inplace") as data:
                 _same(data["array"])
         elif operation == "list":
-            found, _, findings = list_and_verify.listing()
+            listing = list_and_verify.listing()
+            found, findings = listing.entries, listing.findings
             if (not loop and any(entry.damaged for entry in found)) or (
                 len(found) != 1 and not any(one.severity == "warning" for one in findings)
             ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,10 @@ import pytest
 import legroom
 from legroom.cache import drop_and_gc, mmap_huge_pages_crc32
 from legroom.cache.cached_arrays_and_tables import Ragged
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import DamagedSource, UnsupportedData, UsageError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+from archive_samples import write_mds
 
 torch = pytest.importorskip("torch")
 
@@ -144,6 +148,48 @@ def test_a_loop_over_ragged_rows_gives_each_of_them(longest: int) -> None:
     assert list(again) == list(text) and again.shape == (700,)
     numbers = Ragged(offsets, values.astype(np.float32), text=False)
     assert all((found == row).all() for found, row in zip(numbers, rows, strict=True))
+
+
+INVALID = b"caf\xe9"  # Latin-1
+
+
+def _invalid_hdf5(path: Path) -> Path:
+    with h5py.File(path / "a.h5", "w") as file:
+        rows = file.create_dataset("text", (3,), h5py.string_dtype())
+        for row, text in enumerate((b"one", b"two", INVALID)):
+            rows[row] = text
+    return path / "a.h5"
+
+
+def _invalid_mds(path: Path) -> Path:
+    return write_mds(path / "mds", [[{"text": text} for text in (b"one", b"two", INVALID)]], {"text": "str"})
+
+
+def _invalid_parquet(path: Path) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    edges = np.cumsum([0, 3, 3, len(INVALID)]).astype(np.int32)
+    text = pa.StringArray.from_buffers(3, pa.py_buffer(edges), pa.py_buffer(b"onetwo" + INVALID))
+    pq.write_table(pa.table({"text": text}), path / "a.parquet")
+    return path / "a.parquet"
+
+
+@pytest.mark.parametrize("write", [_invalid_hdf5, _invalid_mds, _invalid_parquet])
+def test_a_text_that_is_not_utf_8_is_an_error_with_a_code(shm: Path, tmp_path: Path, write: Any) -> None:
+    with legroom.open(write(tmp_path)) as data:
+        rows = data.dataset("text")
+        reads = [lambda: rows[2], lambda: rows.__getitems__([1, 2]), lambda: list(rows)]
+        if "text" in list(data):  # ragged rows, not a table
+            again = pickle.loads(pickle.dumps(data["text"]))
+            reads += [lambda: data["text"][2], lambda: data["text"][1:], lambda: list(data["text"]), lambda: again[2]]
+            reads += [lambda: list(data.batches(2))]
+            assert data["text"].copied(2) == INVALID
+        assert rows[1] == "two"
+        for read in reads:
+            with pytest.raises(DamagedSource, match="row 2 of 'text' is not UTF-8 text") as caught:
+                read()
+            assert "0xe9" in caught.value.why and caught.value.fix
 
 
 def test_ready_in_a_forked_child(data) -> None:

@@ -59,8 +59,8 @@ def test_a_store_that_cannot_be_looked_into_is_not_called_empty(sweep: Sweep) ->
     legroom.open(sweep.path).close()
     os.rename(sweep.store / "locks", sweep.folder / "kept")
     (sweep.store / "locks").symlink_to(sweep.folder / "kept")
-    found, _, findings = list_and_verify.listing()
-    assert not found and [one.severity for one in findings] == ["warning"]
+    listing = list_and_verify.listing()
+    assert not listing.entries and [one.severity for one in listing.findings] == ["warning"]
     for ask in (list_and_verify.info, drop_and_gc.drop):
         with pytest.raises(NotLoaded) as caught:
             ask(sweep.path)
@@ -185,6 +185,37 @@ def test_foreign_files_in_the_store_do_not_stop_gc(shm: Path, npy) -> None:
     drop_and_gc.gc()
     with legroom.open(npy("b.npy", np.arange(7))) as data:
         assert data["array"].tolist() == list(range(7))
+
+
+def test_foreign_files_in_the_store_are_not_entries(shm: Path, npy) -> None:
+    with legroom.open(npy()) as data:
+        key = str(data.info.key)
+    for folder in (shm, shm / "locks", shm / "sources", shm / "work", shm / key):
+        for name in (".lock", ".nfs000000000000001", ".DS_Store", f".{key}", f"{key}.lock", "notes.txt"):
+            (folder / name).touch()
+        (folder / ".snapshot").mkdir()
+    assert [entry.key for entry in list_and_verify.entries()] == [key]
+    (result,) = list_and_verify.verify()
+    assert result.whole and result.entry.key == key
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_an_entry_removed_while_it_is_listed_is_not_damaged(
+    shm: Path, npy, rebuilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = npy()
+    legroom.open(path).close()
+    read = list_and_verify.read_manifest
+
+    def removed_before(folder: int, key: str) -> object:
+        monkeypatch.setattr(list_and_verify, "read_manifest", read)
+        drop_and_gc.drop()
+        if rebuilt:
+            legroom.open(path).close()
+        return read(folder, key)
+
+    monkeypatch.setattr(list_and_verify, "read_manifest", removed_before)
+    assert list_and_verify.entries() == ()
 
 
 LIMITS = [("RLIMIT_FSIZE", 8192), ("RLIMIT_AS", 1 << 20), ("RLIMIT_AS", 40 << 20)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,87 @@ def test_an_empty_file_has_a_digest_too(tmp_path: Path) -> None:
         source_identity.digest_source(source_identity.stamp_source([tmp_path / "a"]), "md5")
         == "d41d8cd98f00b204e9800998ecf8427e"
     )
+
+
+def _digest(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    return source_identity.digest_source(source_identity.stamp_source([path]), "md5", progress)
+
+
+@pytest.fixture
+def few_zeros(monkeypatch: pytest.MonkeyPatch) -> int:
+    """From 8 MiB of zeros on they are counted, so that files of the tests are small."""
+    monkeypatch.setattr(source_identity, "_ZEROS", 8 << 20)
+    return 8 << 20
+
+
+def _sparse(path: Path, data: bytes, size: int) -> Path:
+    path.write_bytes(data)
+    os.truncate(path, size)
+    return path
+
+
+def test_zeros_at_the_end_of_a_sparse_file_are_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LMDB database with MDB_WRITEMAP is a file of its largest size: MD5 of 6 GiB took 30 s."""
+    hashed = 0
+
+    class Counting:
+        def __init__(self) -> None:
+            self._hash = hashlib.md5()
+
+        def update(self, data: bytes) -> None:
+            nonlocal hashed
+            hashed += len(data)
+            self._hash.update(data)
+
+        def hexdigest(self) -> str:
+            return self._hash.hexdigest()
+
+    monkeypatch.setattr(source_identity, "new_hasher", lambda algorithm: Counting())
+    done: list[int] = []
+    path = _sparse(tmp_path / "a", b"data" * 1000, 3 << 30)
+    assert len(_digest(path, done.append)) == 32
+    assert hashed <= (1 << 20) + 100 and sum(done) == 3 << 30
+
+
+@pytest.mark.parametrize("holes", [True, False])
+def test_zeros_at_the_end_count_whether_they_are_stored_or_not(
+    tmp_path: Path, few_zeros: int, holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(3_000_000)
+    size = len(data) + 2 * few_zeros
+    sparse = _sparse(tmp_path / "sparse", data, size)
+    (tmp_path / "stored").write_bytes(data + bytes(size - len(data)))
+    (tmp_path / "mixed").write_bytes(data + bytes(few_zeros))
+    os.truncate(tmp_path / "mixed", size)
+    if not holes:
+
+        def refused(*_: object) -> int:
+            raise OSError(errno.EINVAL, "no such seek")
+
+        monkeypatch.setattr(os, "lseek", refused)
+    digests = {_digest(sparse), _digest(tmp_path / "stored"), _digest(tmp_path / "mixed")}
+    assert len(digests) == 1 and digests != {hashlib.md5(sparse.read_bytes()).hexdigest()}
+
+
+def test_files_that_differ_in_zeros_at_the_end_have_other_digests(tmp_path: Path, few_zeros: int) -> None:
+    data = os.urandom(100)
+    found = [_digest(_sparse(tmp_path / "a", data, size * few_zeros)) for size in (1, 2, 3)]
+    found += [_digest(_sparse(tmp_path / "a", data[:-1], 2 * few_zeros))]
+    found += [_digest(_sparse(tmp_path / "a", b"", 2 * few_zeros))]  # nothing but zeros
+    for at in (100, few_zeros - 1, 2 * few_zeros - 5000, 2 * few_zeros - 1):  # one byte in them
+        path = _sparse(tmp_path / "a", data, 2 * few_zeros)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"x")
+        found.append(_digest(path))
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 4096, (8 << 20) - 1])
+def test_fewer_zeros_at_the_end_are_hashed_as_md5sum_does(tmp_path: Path, few_zeros: int, zeros: int) -> None:
+    data = bytes(5 << 20) + os.urandom(1 << 20)
+    path = _sparse(tmp_path / "a", data, len(data) + zeros)
+    assert _digest(path) == hashlib.md5(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "xxh3"])

@@ -28,7 +28,7 @@ def train(tmp_path: Path) -> Path:
 
 
 def keys() -> set[str | None]:
-    return {entry.key for entry in list_and_verify.listing(None)[0]}
+    return {entry.key for entry in list_and_verify.entries()}
 
 
 def test_two_types_of_one_file_are_two_entries(train: Path) -> None:
@@ -56,7 +56,7 @@ def test_types_of_the_same_width_are_not_exchanged(train: Path) -> None:
 def test_the_catalogue_knows_every_type_of_a_file(train: Path) -> None:
     for dtype in ("uint16", "int32"):
         legroom.open(train, dtype=dtype).close()
-    assert len(list_and_verify.listing(train)[0]) == 2
+    assert len(list_and_verify.entries(train)) == 2
     assert list_and_verify.info(train).digest is not None
     assert [(one.whole, one.source) for one in list_and_verify.verify(train)] == [(True, "same")] * 2
     assert not drop_and_gc.gc(stale=True).entries
@@ -133,7 +133,7 @@ def test_a_pair_is_one_entry_by_either_name(tmp_path: Path) -> None:
         assert copy.info.key == key
     assert len(keys()) == 1
     for name in (path, path.with_suffix(".bin"), copies / "other.idx"):
-        assert len(list_and_verify.listing(name)[0]) == 1
+        assert len(list_and_verify.entries(name)) == 1
         assert [one.source for one in list_and_verify.verify(name)] == ["same"]
     with legroom.open(str(tmp_path / "data*")) as both:
         assert len(both["sequences/values"]) == 5000

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import legroom
 from legroom.cli.main import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared cache is Linux's")
@@ -53,6 +54,60 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert "copy intact, source unchanged" in _text(capsys, "verify")
     assert "removed 1 entry" in _text(capsys, "drop", "train.npy")
     assert "the cache is empty" in _text(capsys, "list")
+
+
+@pytest.fixture
+def shards(home: Path) -> list[str]:
+    """What a shell makes of shard-*.npy, and what is not loaded beside them."""
+    for number in range(3):
+        np.save(f"shard-{number}.npy", np.full((4, 2), number))
+    return ["shard-0.npy", "shard-1.npy", "shard-2.npy"]
+
+
+def test_several_files_are_listed_shown_verified_and_removed(
+    shards: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _text(capsys, "load", *shards[:2], "train.npy")
+    listed = _json(capsys, "list", *shards)
+    assert [Path(one["source"]).name for one in listed["entries"]] == shards[:2]  # type: ignore[index, attr-defined]
+    assert listed["missing"] == [shards[2]]
+    shown = _text(capsys, "list", *shards)
+    assert "shard-2.npy: not loaded" in shown and "shard-1.npy\n  MD5" in shown and "train.npy" not in shown
+    assert "shard-2.npy is not loaded" in _text(capsys, "verify", *shards, status=1)
+    assert "shard-2.npy is not loaded" in _text(capsys, "info", *shards, status=1)
+    assert len(_json(capsys, "verify", *shards[:2])["entries"]) == 2  # type: ignore[arg-type]
+    found = _json(capsys, "info", *shards[:2])
+    assert found["entries"][0] == found["entry"] and len(found["entries"]) == 2  # type: ignore[index, arg-type]
+    assert _text(capsys, "info", *shards[:2]).count("built by") == 2
+    gone = _text(capsys, "drop", *shards, status=1)
+    assert "removed 2 entries" in gone and "shard-2.npy: not loaded" in gone
+    assert [Path(one["source"]).name for one in _json(capsys, "list")["entries"]] == ["train.npy"]  # type: ignore[attr-defined]
+    assert "shard-0.npy is not loaded" in _text(capsys, "drop", *shards, status=1)
+
+
+def test_several_files_also_stand_for_the_entry_of_all_of_them_joined(
+    shards: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _text(capsys, "load", "--join", *shards)
+    assert "12×2" in _text(capsys, "list", *shards) and "12×2" in _text(capsys, "info", *shards)
+    assert _json(capsys, "list", *shards)["missing"] == []
+    assert _json(capsys, "list", *shards[:2])["missing"] == shards[:2]
+    assert "source unchanged" in _text(capsys, "verify", *shards)
+    assert "removed 1 entry" in _text(capsys, "drop", *shards)
+
+
+def test_of_several_files_those_in_use_are_kept(shards: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _text(capsys, "load", *shards)
+    with legroom.open(shards[1]):
+        gone = _json(capsys, "drop", *shards, status=1)
+        assert [len(gone[kind]) for kind in ("removed", "kept", "missing")] == [2, 1, 0]  # type: ignore[arg-type]
+        assert "is in use" in _text(capsys, "drop", shards[1], status=1)
+
+
+def test_a_key_and_a_file_of_one_entry_show_it_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _text(capsys, "load", "train.npy")
+    (entry,) = _json(capsys, "list", "train.npy")["entries"]  # type: ignore[misc]
+    assert _json(capsys, "list", entry["key"], "train.npy", "train.npy")["entries"] == [entry]
 
 
 def test_json_has_the_fields_programs_rely_on(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,8 @@ def test_list_and_drop_ask_every_node_or_some(
     _json(capsys, "drop", "--all", "--force")
     assert calls == [
         ("entries", None, {"what": None}),
-        ("entries", ("10.0.0.1", "10.0.0.2"), {"what": URL}),
-        ("drop", None, {"what": URL, "force": False}),
+        ("entries", ("10.0.0.1", "10.0.0.2"), {"what": [URL]}),
+        ("drop", None, {"what": [URL], "force": False}),
         ("drop", None, {"what": None, "force": True}),
     ]
     assert run(["nodes", "drop"]) == 2 and run(["nodes", "drop", URL, "--all"]) == 2  # one of both

@@ -48,6 +48,37 @@ def test_a_directory_of_no_known_format_is_unreadable(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
+GROUPS = {".zgroup": '{"zarr_format": 2}', "zarr.json": '{"zarr_format": 3, "node_type": "group", "attributes": {}}'}
+
+
+@pytest.mark.parametrize("mark", GROUPS)
+def test_a_group_of_zarr_without_arrays_does_not_hide_other_data(tmp_path: Path, mark: str) -> None:
+    """A folder of images by class with such a file in it was opened as an empty dataset."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(b"image")
+    with open_source(tmp_path) as reader:
+        assert reader.describe().format == "imagefolder"
+    (tmp_path / mark).write_text(GROUPS[mark])
+    with open_source(tmp_path) as reader, pytest.raises(UnreadableSource) as caught:
+        reader.describe()
+    assert "zarr" in caught.value.why and "cat/, dog/" in caught.value.why
+    assert caught.value.fix == (f"remove {tmp_path / mark}",)
+
+
+@pytest.mark.parametrize("mark", GROUPS)
+def test_a_group_of_zarr_without_arrays_beside_data_files(tmp_path: Path, mark: str) -> None:
+    (tmp_path / mark).write_text(GROUPS[mark])
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / mark).write_text(GROUPS[mark])
+    (tmp_path / "README").touch()
+    with open_source(tmp_path) as reader:  # nothing else is there: an empty group
+        assert reader.describe().items == ()
+    np.save(tmp_path / "a.npy", np.arange(3))
+    with open_source(tmp_path) as reader, pytest.raises(UnreadableSource, match=r"other data: \*\.npy"):
+        reader.describe()
+
+
 def test_a_directory_of_data_files_is_refused_with_their_pattern(tmp_path: Path) -> None:
     for name in ("1.h5", "2.h5", "notes.txt", "labels.npy"):
         (tmp_path / name).touch()

@@ -10,7 +10,7 @@ import pytest
 
 from legroom.cache import recent_remote_versions
 from legroom.cache.download import PIECE
-from legroom.cache.list_and_verify import listing
+from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
 from legroom.integrations import ray_cluster
 from legroom.integrations.ray_node_actor import signature
@@ -53,10 +53,10 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
             with pytest.raises(ValueError, match="damaged, or of another load"):
                 node.receive(first, np.frombuffer(data, np.uint8), signed)
         assert node._download is not None and node._download.missing() == begun["missing"][8:]  # nothing of it was kept
-        assert listing()[0] == ()  # nor is there an entry before all of it has arrived
+        assert entries() == ()  # nor is there an entry before all of it has arrived
         node.receive(8, np.frombuffer(rest, np.uint8), right)
         ended = node.end()
-        assert [entry.key for entry in listing()[0]] == [ended["key"]]
+        assert [entry.key for entry in entries()] == [ended["key"]]
         assert server.sent == 8 * PIECE == ended["read"] and ended["received"] == len(rest)
         assert ended["digest"] == "md5 " + hashlib.md5(content).hexdigest()
         again = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY).begin()

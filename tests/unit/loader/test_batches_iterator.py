@@ -201,6 +201,7 @@ def test_interrupted_or_not_is_the_same(shared: Data, chance: st.DataObject) -> 
         "drop_last": chance.draw(st.booleans()),
         "world_size": world,
         "rank": chance.draw(st.integers(0, world - 1)),
+        "rows": chance.draw(st.sampled_from([None, slice(10, -10), range(90, 3, -3), [5, 1, 1, 80, *range(20, 40)]])),
     }
     whole: list[list[int]] = []
     shared.next_epoch = 5

@@ -216,3 +216,26 @@ def test_every_error_is_ours(path: Path, tmp_path: Path) -> None:
             list(stream(broken))
         except LegroomError:
             pass
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch", "python"])
+def test_a_text_that_is_not_utf_8(tmp_path: Path, form: Any) -> None:
+    if form == "torch":
+        pytest.importorskip("torch")
+    text = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 2, 4], np.int32)), pa.py_buffer(b"okf\xe9"))
+    pq.write_table(pa.table({"n": [1, 2], "text": text}), tmp_path / "a.parquet")
+    with pytest.raises(DamagedSource, match="column 'text' has a text that is not UTF-8") as caught:
+        list(stream(tmp_path / "a.parquet", batch_size=2, format=form))
+    assert "0xe9" in caught.value.why
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("column", [[1], [{"colname": 1}], [[{"colname": "x"}]]])
+def test_a_name_of_a_column_that_is_not_utf_8(tmp_path: Path, kind: str, column: list[Any]) -> None:
+    name = "a" if isinstance(column[0], (dict, list)) else "colname"
+    good = write_one(tmp_path / f"good.{kind}", pa.table({name: column}), 1, kind)
+    path = tmp_path / f"bad.{kind}"
+    path.write_bytes(good.read_bytes().replace(b"colname", b"col\xe9ame"))
+    for paths in (path, [good, path]):
+        with pytest.raises(DamagedSource, match=path.name):
+            list(stream(paths, batch_size=2, format="python"))

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ import legroom
 from legroom import errors
 from legroom.cache import drop_and_gc, list_and_verify, recent_remote_versions
 from legroom.cache.download import PIECE
-from legroom.remote import request_retries
+from legroom.remote import object_store, request_retries
 from object_server import Objects, faulty_proxy, object_server
 
 Encode = Callable[[Any], bytes]
@@ -114,6 +115,39 @@ def test_servers_that_offer_less(shm: Path, npy: Encode, missing: str) -> None:
         if missing != "lengths":  # fsspec asks by GET for a length that HEAD does not give
             assert len(reads) == (2 if missing == "etags" else 1)
     assert _work(shm) == []
+
+
+def test_an_object_in_one_request_is_asked_for_again_as_often_and_with_the_pauses_of_any_request(
+    shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_retries, "ATTEMPTS", 3)
+    monkeypatch.setattr(request_retries, "_FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
+    pauses: list[float] = []
+    usual = object_store.RemoteObject.__init__
+
+    def without_sleep(self: Any, url: Any) -> None:
+        usual(self, url)
+        self.slept = pauses.append
+
+    monkeypatch.setattr(object_store.RemoteObject, "__init__", without_sleep)
+    with object_server(x__npy=npy(ROWS[:1000])) as server:
+        server.ranges, server.busy = False, 2
+        with legroom.open(server.url("x.npy")) as data:
+            assert np.array_equal(data["array"], ROWS[:1000])
+        assert pauses == [1.0, 2.0]
+        server.data["y.npy"], server.busy = server.data["x.npy"], 3
+        with pytest.raises(errors.RemoteError, match="503"):
+            legroom.open(server.url("y.npy"))
+        assert pauses == [1.0, 2.0] * 2
+
+
+def test_an_object_in_one_request_that_is_cut_begins_again(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
+        server.ranges = False
+        faults.cut_after = lambda number: 100_000 if number < 3 else None
+        with legroom.open(f"http://127.0.0.1:{faults.port}/x.npy") as data:
+            assert np.array_equal(data["array"], ROWS)
 
 
 def test_shards_are_joined_in_order(shm: Path, npy: Encode) -> None:

@@ -34,7 +34,15 @@ import numpy as np
 from legroom.errors import UsageError
 from legroom.loader.batches.batch_settings import BatchSettings, columns_of, gatherer_for, windows_of
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer
-from legroom.loader.rank_sampler import RankSampler, SampledBatch, permutation, process_group, rank_and_world
+from legroom.loader.rank_sampler import (
+    ChosenRows,
+    RankSampler,
+    SampledBatch,
+    choose_rows,
+    permutation,
+    process_group,
+    rank_and_world,
+)
 from legroom.messages import listed, phrase, say
 from legroom.records import Entry
 from legroom.system import step_callbacks
@@ -62,7 +70,6 @@ class Batches:
 
     def __init__(self, data: Data, settings: BatchSettings) -> None:
         settings = settings.checked()
-        self._data, self._settings = data, settings
         length, windows = settings.sequence_length, None
         columns: Mapping[str, Column]
         if length is None:
@@ -72,6 +79,11 @@ class Batches:
             columns = {"tokens": tokens}
             windows = [length, settings.stride or length, str(tokens.dtype)]
         found = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
+        chosen = self._chosen = choose_rows(settings.rows, found.rows)
+        if chosen is not None:
+            found = replace(found, rows=chosen.count, chosen=chosen.identity)
+        self._data = data
+        self._settings = settings = replace(settings, rows=None if chosen is None else chosen.rows)
         self._fingerprint = replace(found, windows=windows)
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())
         self.sampler = RankSampler(
@@ -83,7 +95,7 @@ class Batches:
             uneven=settings.uneven,
         )
         self._gatherer = gatherer_for(data, columns, settings)
-        self._orders = EpochOrders(self.sampler.rows, settings.seed) if settings.shuffle else None
+        self._orders = EpochOrders(self.sampler.rows, settings.seed, chosen) if settings.shuffle else None
         # Whether the last batches of an epoch begin the first ones of the next epoch, until that was in vain once.
         self._begins_next_epoch = settings.shuffle and settings.device is not None
         self._begun: _EpochBatches | None = None
@@ -114,7 +126,7 @@ class Batches:
         if upcoming is None or upcoming.start != position:
             self._begins_next_epoch = self._begins_next_epoch and upcoming is None
             order = self._orders.take(position.epoch) if self._orders is not None else None
-            upcoming = _EpochBatches(self.sampler, order, position)
+            upcoming = _EpochBatches(self.sampler, order, position, self._chosen)
         gatherer = self._gatherer
         if isinstance(gatherer, HostGatherer):
             gatherer = Prefetcher(gatherer, gatherer.gather_on_one_core)
@@ -166,9 +178,14 @@ _LEAST_PREPARED, _MOST_PREPARED = 5_000, 1 << 24  # rows of an order that a thre
 class _EpochBatches:
     """The batches of one epoch that are next: each one's place in the order, and its rows."""
 
-    def __init__(self, sampler: RankSampler, order: NDArray | None, start: EpochPosition) -> None:
+    def __init__(
+        self, sampler: RankSampler, order: NDArray | None, start: EpochPosition, chosen: ChosenRows | None = None
+    ) -> None:
+        """``order``: None for rows in the order of the data, or of ``chosen``."""
         self.start = start
-        self._sampler, self._order = sampler, order
+        if order is None and chosen is not None and chosen.numbers is not None:
+            order = chosen.numbers
+        self._sampler, self._order, self._chosen = sampler, order, chosen
         self.rows = sampler.rows
         self._after = start.position
         self._step = sampler.batch_size * sampler.world_size
@@ -194,7 +211,9 @@ class _EpochBatches:
         if self._order is not None and step.last <= len(self._order):
             return self._order[step.first : step.last]
         positions = np.arange(step.first, step.last, dtype=np.int64) % self._sampler.rows
-        return positions if self._order is None else self._order[positions]
+        if self._order is not None:
+            return self._order[positions]
+        return positions if self._chosen is None else self._chosen.at(positions)
 
 
 class _Loop:
@@ -269,8 +288,8 @@ class EpochOrders:
     Computing it takes about 20 ns a row: with rows of 2 kB and a fast training step, a fifth of the time of an epoch.
     """
 
-    def __init__(self, rows: int, seed: int) -> None:
-        self._rows, self._seed = rows, seed
+    def __init__(self, rows: int, seed: int, chosen: ChosenRows | None = None) -> None:
+        self._rows, self._seed, self._chosen = rows, seed, chosen
         self._next: tuple[int, int, SimpleQueue[NDArray | None]] | None = None  # epoch, and the process that computes
         self._known: tuple[int, NDArray] | None = None  # by ``known``
 
@@ -284,7 +303,7 @@ class EpochOrders:
             order = following[2].get()
             if order is not None:
                 return order
-        return permutation(self._rows, self._seed, epoch)
+        return _order(self._rows, self._seed, epoch, self._chosen)
 
     def known(self, epoch: int) -> NDArray | None:
         """The order of an epoch, if it is ready or takes no time; ``take`` returns the same."""
@@ -301,13 +320,21 @@ class EpochOrders:
         if not _LEAST_PREPARED <= self._rows <= _MOST_PREPARED or not room_for_threads(1):
             return
         found: SimpleQueue[NDArray | None] = SimpleQueue()
-        if start_thread_at_once(_put_order, self._rows, self._seed, epoch, found):
+        if start_thread_at_once(_put_order, self._rows, self._seed, epoch, self._chosen, found):
             self._next = epoch, os.getpid(), found
 
 
-def _put_order(rows: int, seed: int, epoch: int, into: SimpleQueue[NDArray | None]) -> None:
+def _order(rows: int, seed: int, epoch: int, chosen: ChosenRows | None) -> NDArray:
+    order = permutation(rows, seed, epoch)
+    if chosen is not None:
+        order = chosen.at(order)
+        order.flags.writeable = False  # as that of all rows
+    return order
+
+
+def _put_order(rows: int, seed: int, epoch: int, chosen: ChosenRows | None, into: SimpleQueue[NDArray | None]) -> None:
     try:
-        into.put(permutation(rows, seed, epoch))
+        into.put(_order(rows, seed, epoch, chosen))
     except BaseException:
         into.put(None)  # too little memory: take() computes it again, and raises the error
 
@@ -325,6 +352,10 @@ class Fingerprint:
     digest: str | None  # of the source, where it was hashed
     columns: list[str]  # with types and shapes
     windows: list[Any] | None = None  # of a token file: sequence_length, stride and dtype
+    chosen: str | None = None  # which rows of the data, if not all
+
+
+_OPTIONAL = ("windows", "chosen")  # not in a state where they are None, as in states from before there were any
 
 
 class EpochPosition(NamedTuple):
@@ -347,15 +378,13 @@ def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, s
 
 def as_dict(position: EpochPosition, of: Fingerprint) -> dict[str, Any]:
     """The state, which can be pickled or written as JSON."""
-    state = {"version": VERSION, "epoch": position.epoch, "position": position.position, **asdict(of)}
-    if of.windows is None:
-        del state["windows"]  # as in states from before there were windows
-    return state
+    fields = {name: value for name, value in asdict(of).items() if value is not None or name not in _OPTIONAL}
+    return {"version": VERSION, "epoch": position.epoch, "position": position.position, **fields}
 
 
 def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
     """The position in a state, if the state belongs to the data and order of ``here``."""
-    wanted = {"version", "epoch", "position", *asdict(here)} - {"windows"}
+    wanted = {"version", "epoch", "position", *asdict(here)} - set(_OPTIONAL)
     if not isinstance(state, Mapping) or not wanted <= state.keys():
         raise _refused(
             phrase("this is not a state_dict of data.batches"),
@@ -378,6 +407,14 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
             phrase("pass the sequence_length, stride and dtype that it was saved with"),
             theirs=state.get("windows"),
             ours=here.windows,
+        )
+    if state.get("chosen") != here.chosen:
+        raise _refused(
+            phrase("the state was saved with other rows of the data"),
+            phrase("rows: {theirs} in the state, {ours} here"),
+            phrase("pass the rows that it was saved with"),
+            theirs=say("all") if state.get("chosen") is None else state["chosen"],
+            ours=say("all") if here.chosen is None else here.chosen,
         )
     for name in ("rows", "digest", "columns"):
         if not _agree(name, state, here):

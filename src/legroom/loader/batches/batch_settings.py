@@ -66,6 +66,7 @@ class BatchSettings:
     path: str | None = None
     sequence_length: int | None = None
     stride: int | None = None
+    rows: slice | Iterable[int] | None = None
 
     @property
     def on_host(self) -> bool:

@@ -55,6 +55,7 @@ class Data(CachedData):
         path: str | None = None,
         sequence_length: int | None = None,
         stride: int | None = None,
+        rows: slice | Iterable[int] | None = None,
     ) -> Batches:
         """Iterate over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
 
@@ -78,6 +79,8 @@ class Data(CachedData):
             sequence_length: Of a token file: make batches of windows. ``batch["tokens"]`` has the shape
                 (batch_size, sequence_length + 1): the inputs are ``[:, :-1]``, the targets ``[:, 1:]``.
             stride: Tokens from the start of one window to that of the next; None: sequence_length.
+            rows: Use only these rows, in this order unless ``shuffle`` is set: a slice, a range, row numbers or a mask
+                with one bool for each row. With ``sequence_length``, windows. None uses all.
         """
         with import_lock:
             from legroom.loader.batches.batch_iterator import Batches
@@ -100,6 +103,7 @@ class Data(CachedData):
             path=path,
             sequence_length=sequence_length,
             stride=stride,
+            rows=rows,
         )
         return Batches(self, settings)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from legroom.errors import UnsupportedData
+from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import phrase, say
 from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
@@ -32,7 +33,7 @@ def converter(form: Format) -> Callable[[Any], Any]:
     if form == "numpy":
         return lambda batch: {name: _array(name, batch.column(name)) for name in batch.schema.names}
     if form == "python":
-        return lambda batch: batch.to_pylist()
+        return _objects_by_row
     return lambda batch: batch
 
 
@@ -78,7 +79,27 @@ def _array(name: str, column: Any) -> Any:
     if types.is_integer(kind) or types.is_boolean(kind):
         _require_whole(name, column)
         return _owned(column.to_numpy(zero_copy_only=False))
-    return _objects(column.to_pylist())
+    return _objects(_values(name, column))
+
+
+def _objects_by_row(batch: Any) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError:
+        for name in batch.schema.names:
+            _values(name, batch.column(name))  # raises for one of them
+        raise
+
+
+def _values(name: str, column: Any) -> list[Any]:
+    """The rows as Python objects. Arrow does not check before whether texts are UTF-8."""
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except UnicodeDecodeError as problem:
+        what = say("column {name!r} has a text that is not UTF-8", name=name)
+        raise invalid_text(what, problem, say("or omit it: columns=[…]")) from problem
 
 
 def _tensor(name: str, column: Any) -> Any:

@@ -22,7 +22,7 @@ from legroom.formats.arrow_reader import ArrowReader
 from legroom.formats.base_reader import missing_key
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile, unreadable
-from legroom.formats.table_reader import arrow_errors
+from legroom.formats.table_reader import arrow_errors, names_of_columns
 from legroom.loader.stream import arrow_ipc, parquet_row_groups
 from legroom.messages import listed, phrase, say
 from legroom.remote.object_store import RemoteObject
@@ -124,6 +124,7 @@ def read_catalog(paths: Sequence[SourcePath], columns: str | Iterable[str] | Non
             file = replace(_identify(local), path=path, stamp=stamp)
             facts = parquet_row_groups.read_schema if file.kind == "parquet" else arrow_ipc.read_schema
             schema, counts = facts(local)
+            names_of_columns(schema, local)
         if catalog is None:
             names = _chosen(schema, columns, path)
             catalog = Catalog((), (), _schema_of(schema, names), read_filter(filters, schema, path))
