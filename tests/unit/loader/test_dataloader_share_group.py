@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from share_data import Noise, Trainers, reference, workers_of
 
 from legroom.errors import BudgetTooSmall, ShareMismatch
 from legroom.loader.dataloader.memory_slots import Slot
-from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry, Window
 from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
@@ -401,3 +402,33 @@ def test_a_trainer_forgets_slots_that_no_batch_can_use() -> None:
     for message in trainer.connection.messages:  # type: ignore[attr-defined]
         for fd in message[-1]:
             os.close(fd)
+
+
+class Unread(Sent):
+    """A connection of a trainer that is stopped: its buffer is full."""
+
+    def send(self, *message: Any, fds: Any = ()) -> bool:
+        return False
+
+
+def test_a_stopped_trainer_whose_socket_is_full_does_not_stop_the_others() -> None:
+    producer = Producer.__new__(Producer)
+    producer.changed, producer.fatal = threading.Condition(), None
+    producer.trainers = {1: Trainer(Sent(), 1), 2: Trainer(Unread(), 2)}  # type: ignore[arg-type]
+    window = producer.window = Window((0, 0), lambda _: 10, lambda entry: entry.content.close())
+    window.most, window.interval = 2, 0.1
+    with producer.changed:
+        for number, trainer in producer.trainers.items():
+            trainer.member = True
+            window.join(number, 1.0)
+            producer._handle(number, "want", (0, 0), None)
+        producer._answer_all()
+        for number in (1, 2):
+            window.add(0, Made(error=KeyError("of the dataset")))
+            producer._answer_all()
+            producer._handle(1, "want", (0, number), None)
+        producer._answer_all()
+        assert not window.room()
+        window.charge(1.1)
+        producer._answer_all()
+    assert window.room() and window.members[1].asking and not window.members[2].inside

@@ -390,6 +390,8 @@ class Producer:
             entry = self.window.entries[position]
             if self._send_batch(number, entry):
                 self.window.granted(number)
+            else:
+                member.unread = True
         elif answer is Answer.WAIT:
             now = time.monotonic()
             if now > trainer.told + _HEARTBEAT_S:
@@ -543,8 +545,8 @@ class Producer:
             window.join(number, patience, continuous, new)
             self._send(number, "welcome", self.recipe.settings, fds=[self.blob] if self.blob >= 0 else [])
         elif kind == "want" and trainer.member:
-            member = window.members[number]
-            member.cursor, member.asking, trainer.told = tuple(given[0]), True, 0.0
+            member, trainer.told = window.members[number], 0.0
+            member.cursor, member.asking, member.unread = tuple(given[0]), True, False  # answered with all others
             if given[1] is not None:
                 trainer.state = tuple(given[0]), given[1]
         elif kind in self.rings.MESSAGES and trainer.member:
