@@ -432,3 +432,28 @@ def test_a_stopped_trainer_whose_socket_is_full_does_not_stop_the_others() -> No
         window.charge(1.1)
         producer._answer_all()
     assert window.room() and window.members[1].asking and not window.members[2].inside
+
+
+@pytest.mark.parametrize("failing", ["_make_batches", "_serve"])
+def test_an_error_in_either_thread_ends_the_producer_at_once(failing: str, tmp_path: Path) -> None:
+    """Not after Python's exit functions, which join workers that ignore SIGTERM while the other thread serves."""
+    pid = os.fork()
+    if pid == 0:
+        producer: Any = Producer.__new__(Producer)
+        producer.fatal, producer.files = None, SimpleNamespace(remove=lambda *kinds: (tmp_path / kinds[0]).touch())
+        producer._make_batches = producer._serve = lambda: time.sleep(300)
+        setattr(producer, failing, lambda: 1 / 0)
+        try:
+            producer.run()
+        except BaseException:
+            time.sleep(300)  # such an exit function
+        os._exit(2)
+    ended = os.pidfd_open(pid)
+    try:
+        assert select.select([ended], [], [], 60)[0]
+    finally:
+        os.close(ended)
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [".sock"]  # with the lock; the log stays
