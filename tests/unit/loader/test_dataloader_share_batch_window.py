@@ -303,47 +303,53 @@ def test_the_sequence_does_not_stay_in_an_epoch_without_batches() -> None:
 
 
 def test_whoever_waits_is_waited_for_by_a_batch_that_can_be_made_or_by_a_trainer_that_is_charged() -> None:
-    """Trainers that make batches themselves, jump, idle, do not read, come and go."""
-    waited = 0
-    for seed in range(60):
+    """Trainers that take batches in turn, and now and then jump, idle, go back, are stopped, come and go."""
+    waited = charged = 0
+    for seed in range(100):
         chance = random.Random(seed)
         rig = Rig(0, most=chance.randint(2, 5))
-        window, born = rig.window, 0
+        window, born, stopped = rig.window, 0, set[int]()
         window.interval = chance.choice([None, 0.01, 0.2])
         window._length = lambda epoch: 0 if epoch % 4 == 3 else 6
         for _ in range(400):
             step = chance.random()
-            if step < 0.04 or not window.members:
+            if not window.members or (step < 0.02 and len(window.members) < 4):
                 born += 1
                 window.join(born, 0.5, chance.random() < 0.3, chance.random() < 0.5)
             number = chance.choice(list(window.members))
             member = window.members[number]
             epoch, index = member.cursor or window.head
-            some = epoch + chance.choice([0, 0, 0, 0, 1, -1]), chance.randrange(6)
-            if step < 0.07:
+            if not window._length(epoch):
+                epoch, index = epoch + 1, 0
+            if 0.02 < step < 0.03:
                 window.leave(number)
-            elif step < 0.5 and not member.asking:
-                window.want(number, (epoch, index) if chance.random() < 0.6 and window._length(epoch) else some)
-            elif step < 0.55 and not member.asking:
-                window.move(number, (some[0] + 1, 0))
-            elif step < 0.8 and window.room() and window._length(window.head[0]):
+            elif step < 0.06:
+                stopped ^= {number}
+            elif step < 0.6 and number not in stopped:
+                if member.asking:
+                    continue
+                if chance.random() < 0.03:
+                    window.move(number, (epoch + chance.choice([1, -1]), 0))
+                else:
+                    window.want(number, (epoch, index if chance.random() < 0.9 else chance.randrange(6)))
+            elif step < 0.9 and window.room() and window._length(window.head[0]):
                 window.interval = window.interval or 0.05
                 window.add(100, None)
             else:
                 window.charge(chance.random() / 4)
             if (start := window.better_start()) is not None:
                 window.restart(start)
-            stopped = chance.random() < 0.2
             for one, member in list(window.members.items()):
                 if member.asking and window.answer(one) is Answer.GRANT:
-                    if stopped:
+                    if one in stopped:
                         member.unread = True
                     else:
                         window.granted(one)
             if any(one.asking and one.inside and one.cursor not in window.entries for one in window.members.values()):
                 waited += 1
+                charged += bool(window._blocking())
                 assert (window.room() and window._length(window.head[0])) or window._blocking(), seed
-    assert waited > 1000
+    assert waited > 1000 and charged > 100, (waited, charged)
 
 
 def test_random_trainers_get_every_batch_once_in_order_and_nothing_held_is_dropped() -> None:
