@@ -264,11 +264,16 @@ class Window:
         return [one for one in self.members.values() if one.inside and (one.unread or not one.asking)
                 and one.cursor is not None and one.cursor <= first]  # fmt: skip
 
+    def blocking(self) -> list[int]:
+        """The trainers for which others wait at this moment."""
+        found = self._blocking()
+        return [number for number, one in self.members.items() if one in found]
+
     def slow(self) -> list[int]:
-        """The trainers for which others wait at this moment, and those that are out."""
-        blocking = self._blocking()
+        """The same, and those that are out."""
+        blocking = self.blocking()
         return [number for number, one in self.members.items()
-                if one in blocking or (one.cursor is not None and not one.inside and not one.fresh)]  # fmt: skip
+                if number in blocking or (one.cursor is not None and not one.inside and not one.fresh)]  # fmt: skip
 
     def better_start(self) -> Position | None:
         """Where the sequence should start again, or None."""

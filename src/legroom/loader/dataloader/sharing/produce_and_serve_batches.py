@@ -415,7 +415,8 @@ class Producer:
             now = time.monotonic()
             if now > trainer.told + _HEARTBEAT_S:
                 trainer.told = now
-                self._send(number, "wait", position)
+                slow = [self.trainers[one].pid for one in self.window.blocking()]
+                self._send(number, "wait", position, os.getpid(), self._workers, slow)
         else:
             self._send(number, "miss", position)
 
