@@ -236,6 +236,122 @@ def test_a_trainer_slightly_ahead_of_a_cold_producer_does_not_move_it() -> None:
     assert rig.window.better_start() is None
 
 
+def test_a_trainer_that_has_passed_a_full_window_is_not_told_to_wait_for_ever() -> None:
+    """It made its batches itself while the window was filled, and got no core for a moment."""
+    rig = Rig(1)
+    rig.window.interval = None
+    assert rig.window.want(1, (0, 3)) is Answer.MISS
+    rig.window.interval = 0.01
+    rig.make(4)
+    assert not rig.window.room()
+    assert rig.window.want(1, (0, 5)) is Answer.WAIT  # after the next one to be made
+    assert rig.window.room() and rig.dropped == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    rig.make(1)
+    rig.make(1)
+    assert rig.window.answer(1) is Answer.GRANT
+
+
+def filled(rig: Rig) -> None:
+    """The first trainer has taken all that was made, and waits; the second still needs the first batch."""
+    assert rig.window.want(1, (0, 0)) is rig.window.want(2, (0, 0)) is Answer.WAIT
+    rig.make(4)
+    for number in range(4):
+        rig.window.release(1, rig.take(1, (0, number)).serial)
+    assert rig.window.want(1, (0, 4)) is Answer.WAIT and not rig.window.room()
+
+
+def test_what_only_a_trainer_that_leaves_the_window_needed_is_dropped_at_once() -> None:
+    rig = Rig(2)
+    filled(rig)
+    assert rig.window.want(2, (7, 0)) is Answer.MISS
+    assert rig.window.room() and len(rig.dropped) == 4
+
+
+def test_a_trainer_that_goes_back_to_before_the_window_is_charged() -> None:
+    rig = Rig(2)
+    rig.window.restart((5, 0))
+    rig.window.want(1, (5, 0)), rig.window.want(2, (5, 0))
+    rig.make(4)
+    rig.take(2, (5, 0))
+    rig.window.move(2, (3, 0))  # an iterator that was made from an older state, and deleted
+    for number in range(4):
+        rig.take(1, (5, number))
+    assert rig.window.want(1, (5, 4)) is Answer.WAIT and not rig.window.room()
+    rig.window.charge(1.1)
+    assert rig.window.room() and not rig.window.members[2].inside
+
+
+def test_a_trainer_that_does_not_read_is_charged_and_one_that_has_just_asked_is_not() -> None:
+    rig = Rig(2)
+    filled(rig)
+    rig.window.charge(60.0)  # the producer itself was stopped: what trainers asked meanwhile is not answered yet
+    assert rig.window.members[2].inside
+    rig.window.members[2].unread = True
+    rig.window.charge(1.1)
+    assert rig.window.room() and not rig.window.members[2].inside
+
+
+def test_the_sequence_does_not_stay_in_an_epoch_without_batches() -> None:
+    rig = Rig(1)
+    rig.window._length = lambda epoch: 0 if epoch == 1 else 2
+    rig.window.want(1, (0, 0))
+    for number in range(2):
+        rig.make(1)
+        rig.take(1, (0, number))
+    assert rig.window.head == (1, 0)
+    assert rig.window.want(1, (2, 0)) is Answer.MISS and rig.window.better_start() == (2, 0)
+
+
+def test_whoever_waits_is_waited_for_by_a_batch_that_can_be_made_or_by_a_trainer_that_is_charged() -> None:
+    """Trainers that take batches in turn, and now and then jump, idle, go back, are stopped, come and go."""
+    waited = charged = 0
+    for seed in range(100):
+        chance = random.Random(seed)
+        rig = Rig(0, most=chance.randint(2, 5))
+        window, born, stopped = rig.window, 0, set[int]()
+        window.interval = chance.choice([None, 0.01, 0.2])
+        window._length = lambda epoch: 0 if epoch % 4 == 3 else 6
+        for _ in range(400):
+            step = chance.random()
+            if not window.members or (step < 0.02 and len(window.members) < 4):
+                born += 1
+                window.join(born, 0.5, chance.random() < 0.3, chance.random() < 0.5)
+            number = chance.choice(list(window.members))
+            member = window.members[number]
+            epoch, index = member.cursor or window.head
+            if not window._length(epoch):
+                epoch, index = epoch + 1, 0
+            if 0.02 < step < 0.03:
+                window.leave(number)
+            elif step < 0.06:
+                stopped ^= {number}
+            elif step < 0.6 and number not in stopped:
+                if member.asking:
+                    continue
+                if chance.random() < 0.03:
+                    window.move(number, (epoch + chance.choice([1, -1]), 0))
+                else:
+                    window.want(number, (epoch, index if chance.random() < 0.9 else chance.randrange(6)))
+            elif step < 0.9 and window.room() and window._length(window.head[0]):
+                window.interval = window.interval or 0.05
+                window.add(100, None)
+            else:
+                window.charge(chance.random() / 4)
+            if (start := window.better_start()) is not None:
+                window.restart(start)
+            for one, member in list(window.members.items()):
+                if member.asking and window.answer(one) is Answer.GRANT:
+                    if one in stopped:
+                        member.unread = True
+                    else:
+                        window.granted(one)
+            if any(one.asking and one.inside and one.cursor not in window.entries for one in window.members.values()):
+                waited += 1
+                charged += bool(window._blocking())
+                assert (window.room() and window._length(window.head[0])) or window._blocking(), seed
+    assert waited > 1000 and charged > 100, (waited, charged)
+
+
 def test_random_trainers_get_every_batch_once_in_order_and_nothing_held_is_dropped() -> None:
     for seed in range(30):
         chance = random.Random(seed)

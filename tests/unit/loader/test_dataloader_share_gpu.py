@@ -20,7 +20,7 @@ from legroom.loader.dataloader.sharing import copy_batches_to_gpu
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory
 from legroom.loader.dataloader.sharing.group_folder import groups
-from legroom.loader.dataloader.sharing.producer_client import Group
+from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
 
 torch = pytest.importorskip("torch")
 import share_gpu  # noqa: E402  needs torch
@@ -252,9 +252,9 @@ def test_a_batch_that_comes_before_its_turn_keeps_its_slot() -> None:
         Slots(),
         [],
     )  # type: ignore[assignment]
-    group._silent, group._silence = False, 60.0
+    group._silent, group._silence, group._waits = False, 60.0, LongWaits("tests")
     assert group.claim(6, 100) is None
     assert group._await((0, 1)) == ("batch", (0, 1), 7, "slot", b"body")
     assert group._await((0, 2)) == ("batch", (0, 2), 8, "slot of descriptor 5", b"more")
-    group.connection = Messages(("wait", (0, 3)), ("miss", (0, 3)))  # type: ignore[assignment]
+    group.connection = Messages(("wait", (0, 3), 1, [], []), ("miss", (0, 3)))  # type: ignore[assignment]
     assert group._await((0, 3)) is None

@@ -6,8 +6,10 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,10 +23,13 @@ from share_data import Noise, Trainers, reference, workers_of
 
 from legroom.errors import BudgetTooSmall, ShareMismatch
 from legroom.loader.dataloader.memory_slots import Slot
-from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry
+from legroom.loader.dataloader.sharing import producer_client
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry, Window
 from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
+from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
+from legroom.loader.dataloader.sharing.producer_messages import Connection
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -401,3 +406,98 @@ def test_a_trainer_forgets_slots_that_no_batch_can_use() -> None:
     for message in trainer.connection.messages:  # type: ignore[attr-defined]
         for fd in message[-1]:
             os.close(fd)
+
+
+class Unread(Sent):
+    """A connection of a trainer that is stopped: its buffer is full."""
+
+    def send(self, *message: Any, fds: Any = ()) -> bool:
+        return False
+
+
+def asked(*connections: Any) -> Producer:
+    """A producer without workers whose trainers wait for the first batch."""
+    producer = Producer.__new__(Producer)
+    producer.changed, producer.fatal, producer._workers = threading.Condition(), None, [11, 12]
+    producer.trainers = {number: Trainer(one, number) for number, one in enumerate(connections, 1)}
+    producer.window = Window((0, 0), lambda _: 10, lambda entry: entry.content.close())
+    producer.window.most, producer.window.interval = 2, 0.1
+    with producer.changed:
+        for number, trainer in producer.trainers.items():
+            trainer.member = True
+            producer.window.join(number, 1.0)
+            producer._handle(number, "want", (0, 0), None)
+        producer._answer_all()
+    return producer
+
+
+def test_a_stopped_trainer_whose_socket_is_full_does_not_stop_the_others() -> None:
+    producer = asked(Sent(), Unread())
+    window = producer.window
+    with producer.changed:
+        for number in (1, 2):
+            window.add(0, Made(error=KeyError("of the dataset")))
+            producer._answer_all()
+            producer._handle(1, "want", (0, number), None)
+        producer._answer_all()
+        assert not window.room()
+        window.charge(1.1)
+        producer._answer_all()
+    assert window.room() and window.members[1].asking and not window.members[2].inside
+
+
+@pytest.mark.parametrize("failing", ["_make_batches", "_serve"])
+def test_an_error_in_either_thread_ends_the_producer_at_once(failing: str, tmp_path: Path) -> None:
+    """Not after Python's exit functions, which join workers that ignore SIGTERM while the other thread serves."""
+    pid = os.fork()
+    if pid == 0:
+        producer: Any = Producer.__new__(Producer)
+        producer.fatal, producer.files = None, SimpleNamespace(remove=lambda *kinds: (tmp_path / kinds[0]).touch())
+        producer._make_batches = producer._serve = lambda: time.sleep(300)
+        setattr(producer, failing, lambda: 1 / 0)
+        try:
+            producer.run()
+        except BaseException:
+            time.sleep(300)  # such an exit function
+        os._exit(2)
+    ended = os.pidfd_open(pid)
+    try:
+        assert select.select([ended], [], [], 60)[0]
+    finally:
+        os.close(ended)
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [".sock"]  # with the lock; the log stays
+
+
+def test_a_batch_that_takes_much_longer_than_all_before_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    waits = LongWaits("tests")
+    for seconds in (1.0, 59.0):
+        waits.report(seconds, (2, 3), 10, [11, 12], [])
+    assert not caplog.messages
+    for seconds in (61.0, 100.0, 121.0, 130.0):
+        waits.report(seconds, (2, 3), 10, [11, 12], [])
+    assert len(caplog.messages) == 2  # not at every message of the producer
+    assert "batch 3 of epoch 2" in caplog.text and "10, 11, 12" in caplog.text and "--pid 11" in caplog.text
+    waits.over(130.0)
+    waits.report(1299.0, (2, 4), 10, [11, 12], [])  # this dataset is slow
+    assert len(caplog.messages) == 2
+    waits.report(1301.0, (2, 4), 10, [11, 12], [99])
+    assert len(caplog.messages) == 3 and "process 99" in caplog.messages[-1]
+
+
+def test_a_trainer_reports_what_the_producer_says_of_a_long_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(producer_client, "_LONG_WAIT_S", 0.0)
+    ours, theirs = (Connection(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    producer = asked(theirs)
+    group = Group.__new__(Group)
+    group._silence, group._silent, group._early, group._waits = 60.0, False, [], LongWaits("tests")
+    group.connection, group.slots = ours, PrivateSlots(ours)
+    with producer.changed:
+        producer.window.add(0, Made(error=KeyError("of the dataset")))
+        producer._answer_all()
+    assert group._await((0, 0))[0] == "error"  # type: ignore[index]
+    assert len(caplog.messages) == 1 and f"{os.getpid()}, 11, 12" in caplog.text

@@ -15,6 +15,9 @@ full and another trainer waits for a batch that cannot be made for lack of space
 that need the oldest batch. A trainer that has cost the others more than its patience is out: it makes its batches
 itself, and is in again when it has caught up. Charges fade, so that trainers of nearly the same speed stay together.
 
+So no trainer waits for ever: after every answer, if one waits, either there is room for the next batch, or the time is
+charged to a trainer. Whatever changes which batches are needed drops the others at once.
+
 A trainer that asks for the first time, and is only a few seconds behind, moves the sequence back to its position. One
 that is new, and has run ahead while the producer started, waits as long: those who start together stay together. If no
 trainer is near the window, the sequence starts again where most of them are.
@@ -56,6 +59,7 @@ class Member:
     new: bool = False  # it has had no other producer
     cursor: Position | None = None  # the batch it needs next
     asking: bool = False  # it waits for that batch
+    unread: bool = False  # that batch could not be sent: it has not read what was sent before
     inside: bool = False  # in the window: nothing it needs is dropped
     fresh: bool = True  # it has not asked for anything yet
     charged: float = 0.0
@@ -109,13 +113,13 @@ class Window:
     def want(self, number: int, position: Position) -> Answer:
         """A trainer asks for a batch."""
         member = self.members[number]
-        member.cursor, member.asking = position, True
+        member.cursor, member.asking, member.unread = position, True, False
         return self.answer(number)
 
     def move(self, number: int, position: Position) -> None:
         """A trainer is at another position and asks for nothing: it has left an epoch."""
         member = self.members[number]
-        member.cursor, member.asking = position, False
+        member.cursor, member.asking, member.unread = position, False, False
         self.trim()
 
     def answer(self, number: int) -> Answer:
@@ -127,9 +131,11 @@ class Window:
             return Answer.GRANT
         if self._awaited(member.cursor, JOIN_S if member.new else WAIT_S):
             member.inside, member.fresh = True, False
+            self.trim()  # it may have passed all that was made: then there is room only without that
             return Answer.WAIT
         member.inside = member.asking = False
         member.made_itself += 1
+        self.trim()
         return Answer.MISS
 
     def granted(self, number: int) -> Entry:
@@ -138,7 +144,7 @@ class Window:
         assert member.cursor is not None
         entry = self.entries[member.cursor]
         entry.holders.add(number)
-        member.cursor, member.asking = self._after(member.cursor), False
+        member.cursor, member.asking, member.unread = self._after(member.cursor), False, False
         member.granted += 1
         self.trim()
         return entry
@@ -247,18 +253,27 @@ class Window:
         return None if ahead is None else -ahead
 
     def _blocking(self) -> list[Member]:
-        """The trainers that need the oldest batch, if the window is full and others wait for a new one."""
+        """The trainers for which the oldest batch is kept, if the window is full and others wait for a new one.
+
+        One that asks for that batch is about to get it, unless it does not read.
+        """
         waiting = [one for one in self.members.values() if one.asking and one.inside and one.cursor not in self.entries]
         if not waiting or not self.entries or self.room():
             return []
         first = next(iter(self.entries))
-        return [one for one in self.members.values() if one.inside and not one.asking and one.cursor == first]
+        return [one for one in self.members.values() if one.inside and (one.unread or not one.asking)
+                and one.cursor is not None and one.cursor <= first]  # fmt: skip
+
+    def blocking(self) -> list[int]:
+        """The trainers for which others wait at this moment."""
+        found = self._blocking()
+        return [number for number, one in self.members.items() if one in found]
 
     def slow(self) -> list[int]:
-        """The trainers for which others wait at this moment, and those that are out."""
-        blocking = self._blocking()
+        """The same, and those that are out."""
+        blocking = self.blocking()
         return [number for number, one in self.members.items()
-                if one in blocking or (one.cursor is not None and not one.inside and not one.fresh)]  # fmt: skip
+                if number in blocking or (one.cursor is not None and not one.inside and not one.fresh)]  # fmt: skip
 
     def better_start(self) -> Position | None:
         """Where the sequence should start again, or None."""
@@ -292,8 +307,8 @@ class Window:
 
     def _awaited(self, position: Position, seconds: float = WAIT_S) -> bool:
         """Whether a batch will be made within so many seconds, or is being made."""
-        if position < self.head or self.interval is None:
-            return False
+        if position < self.head or self.interval is None or not self._length(self.head[0]):
+            return False  # nothing is made in an epoch without batches
         distance = self._distance(self.head, position)
         return distance is not None and (distance < self.in_production or distance * self.interval <= seconds)
 

@@ -5,7 +5,8 @@ stays in the slot that its worker wrote; trainers get the slot's descriptor. A s
 change the window (``batch_window_and_late_joiners.py``) under one lock, and neither waits for a trainer: messages that
 do not fit into a socket's buffer are sent later.
 
-The process ends when the last connection is closed. Its workers are killed by the kernel with it.
+The process ends when the last connection is closed, or when an error ends one of its threads: a trainer must not wait
+for a process in which only the other thread runs. Its workers are killed by the kernel with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from legroom.cache.capacity import memory_bounds, tightest
@@ -171,6 +172,9 @@ class Producer:
                 why=why_no_thread(),
                 fix=(say("raise the limit"), say("its log: {path}", path=self.files.log_path())),
             )
+        self._end_process_after(self._make_batches)
+
+    def _make_batches(self) -> None:
         while True:
             self._wait_for_work()
             try:
@@ -181,6 +185,21 @@ class Producer:
                 self._made(Made(item), time.monotonic() - began)
             except Exception as problem:
                 self._failed(problem)
+
+    def _end_process_after(self, run: Callable[[], None]) -> None:
+        """Run what one of the two threads does. The process ends with it."""
+        status = 1
+        try:
+            run()
+            status = 0
+        except BaseException:
+            _log.exception("the producer ends")
+        finally:
+            if status == 0 and self.fatal is None:
+                self.files.remove(LOG)
+            self.files.remove(SOCKET, LOCK)  # the lock last: without its file another producer may start
+            sys.stderr.flush()
+            os._exit(status)  # not sys.exit: the other thread continues, and workers that ignore SIGTERM are joined
 
     def _wait_for_work(self) -> None:
         idle_since = time.monotonic()
@@ -390,11 +409,14 @@ class Producer:
             entry = self.window.entries[position]
             if self._send_batch(number, entry):
                 self.window.granted(number)
+            else:
+                member.unread = True
         elif answer is Answer.WAIT:
             now = time.monotonic()
             if now > trainer.told + _HEARTBEAT_S:
                 trainer.told = now
-                self._send(number, "wait", position)
+                slow = [self.trainers[one].pid for one in self.window.blocking()]
+                self._send(number, "wait", position, os.getpid(), self._workers, slow)
         else:
             self._send(number, "miss", position)
 
@@ -446,18 +468,7 @@ class Producer:
     # Sockets, in the second thread
 
     def _serve_sockets(self) -> None:
-        status = 1
-        try:
-            self._serve()
-            status = 0
-        except BaseException:
-            _log.exception("the producer ends")
-        finally:
-            if status == 0 and self.fatal is None:
-                self.files.remove(LOG)
-            self.files.remove(SOCKET, LOCK)  # the lock last: without its file another producer may start
-            sys.stderr.flush()
-            os._exit(status)  # not sys.exit: the main thread may wait for a worker
+        self._end_process_after(self._serve)
 
     def _serve(self) -> None:
         then = time.monotonic()
@@ -543,8 +554,8 @@ class Producer:
             window.join(number, patience, continuous, new)
             self._send(number, "welcome", self.recipe.settings, fds=[self.blob] if self.blob >= 0 else [])
         elif kind == "want" and trainer.member:
-            member = window.members[number]
-            member.cursor, member.asking, trainer.told = tuple(given[0]), True, 0.0
+            member, trainer.told = window.members[number], 0.0
+            member.cursor, member.asking, member.unread = tuple(given[0]), True, False  # answered with all others
             if given[1] is not None:
                 trainer.state = tuple(given[0]), given[1]
         elif kind in self.rings.MESSAGES and trainer.member:

@@ -48,7 +48,43 @@ _SILENCE_S = 0.8  # of a producer for which a trainer waits, before it makes the
 _RETRY_S, _LONGEST_RETRY_S = 0.25, 10.0  # between two attempts to find or start a producer
 _CLAIM_S = 0.25  # for a batch to be in the memory of the GPU, before a trainer copies it for itself
 _START_S = 60.0  # for a producer to say welcome: it imports torch and the dataset's modules
+_LONG_WAIT_S, _LONGER = 60.0, 10  # a wait is reported from here on, and if it is so many times the longest before
 _WELCOME_S, _START_POLL_S = 0.3, 0.01  # to wait for it, of a producer that runs, and of one that is starting
+
+
+class LongWaits:
+    """Reports a batch that takes much longer than all before it: a worker may hang, and no error ever comes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._longest = 0.0  # seconds until a batch came
+        self._reported = 0.0
+
+    def over(self, seconds: float) -> None:
+        """A batch has come after so many seconds."""
+        self._longest, self._reported = max(self._longest, seconds), 0.0
+
+    def report(self, seconds: float, position: Position, producer: int, workers: list[int], slow: list[int]) -> None:
+        """A batch has not come for so many seconds; written once, and again when it has taken twice as long."""
+        if seconds < max(_LONG_WAIT_S, _LONGER * self._longest, 2 * self._reported):
+            return
+        self._reported = seconds
+        epoch, number = position
+        known = {"name": self._name, "number": number, "epoch": epoch, "seconds": round(seconds),
+                 "longest": f"{self._longest:.1f}"}  # fmt: skip
+        if slow:
+            _log.warning(say(
+                "share={name!r}: batch {number} of epoch {epoch} has not arrived after {seconds} s. Batches before it "
+                "took at most {longest} s. The group waits for a trainer that is slow or stopped: process {slow}",
+                slow=", ".join(map(str, slow)), **known,
+            ))  # fmt: skip
+        else:
+            _log.warning(say(
+                "share={name!r}: batch {number} of epoch {epoch} has not arrived after {seconds} s. Batches before it "
+                "took at most {longest} s. Processes that make the batches: {processes}. "
+                "See what one does: py-spy dump --pid {process}",
+                processes=", ".join(map(str, [producer, *workers])), process=[*workers, producer][0], **known,
+            ))  # fmt: skip
 
 
 class Group:
@@ -64,6 +100,7 @@ class Group:
         self._silence = max(_SILENCE_S, patience) if continuous else _SILENCE_S
         self._recipe = recipe
         self.gpu = gpu  # where this trainer wants its batches
+        self._waits = LongWaits(recipe.name)
         self._early: list[tuple[Any, ...]] = []  # messages that came while another was awaited
         self._state = state  # finds that of an IterableDataset at the position that is asked for
         self.unavailable = arena_unavailable()  # why this trainer makes all its batches itself
@@ -317,7 +354,8 @@ class Group:
             raise Closed from problem
 
     def _await(self, position: Position) -> tuple[Any, ...] | None:
-        heard, patience = time.monotonic(), 0.0 if self._silent else self._silence
+        heard = began = time.monotonic()
+        patience = 0.0 if self._silent else self._silence
         while True:
             left = max(0.0, heard + patience - time.monotonic())
             answer = self._early.pop(0) if self._early else self._read(left)
@@ -331,7 +369,9 @@ class Group:
                 self._refuse(answer)
             elif answer[0] == "wait":
                 heard = time.monotonic()
+                self._waits.report(heard - began, *answer[1:])
             else:
+                self._waits.over(time.monotonic() - began)
                 self._asked, self.missed = None, answer[0] == "miss"
                 self._inside = not self.missed
                 return None if self.missed else answer
