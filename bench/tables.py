@@ -177,11 +177,14 @@ SECTIONS = (
         "counted once. "
         "Files that a peer reads stay in the page cache; what it maps counts, what it reads does not. The machine was "
         "busy with other programs, differently for each format, and most data were scaled down. Values of LMDB *as "
-        "bytes*: a bare copy of 110 kB took 8.6 µs from an entry with 4 of 64 MB in huge pages, and 7.1 µs from a file "
-        "in the page cache with 60 MB in them; two runs before gave 0.81 and 0.82 shuffled, 0.77 and 0.91 in order. "
-        "Batches of 12 × 1024 take about 3 µs more than the gather: Python's loop, and a tensor for each batch. A run "
-        "of 64 × 1024 before gave 0.92 and 0.90. A process that opens a Hugging Face directory takes about 60 kB of "
-        "its own for each 8 MB of data; the cause is not known.",
+        "bytes*: it depends on the pages of the entry ([why](decisions/0012-huge-pages.md)). With all of it in huge "
+        "pages two runs gave 1.2 and 1.1 shuffled, 1.18 and 1.08 in order; with 3 % in them 0.95 and 0.97, 0.90 and "
+        "0.96. "
+        "*The barest loop* is a generator that indexes the same windows and returns the same dicts of tensors, without "
+        "ranks, a position to resume from, prefetching or a repeat after an error: what Python itself leaves of a bare "
+        "gather. A Hugging Face directory: of the memory that a process takes for itself, 8 bytes a row are the order "
+        "of the next epoch and 2 kB for each record batch are Arrow's and numpy's objects. After a fork these lie in "
+        "pages of the parent's heap, which are copied for them: 35 kB for each record batch.",
     ),
 )
 TITLES = {
