@@ -4,7 +4,8 @@
 
 Windows of tokens: nanoGPT's loop over a memmap makes int64 tensors of inputs and targets. A bare gather is `numpy.take`
 of rows with as many bytes as a window, from the same shared copy and from a memmap, into one buffer, which stays in the
-CPU cache but must be used up before the next batch, and into two in turn. All get other rows in every round.
+CPU cache but must be used up before the next batch, and into two in turn. The barest loop is a generator of the same
+dicts of tensors, without anything else that Legroom's does. All get other rows in every round.
 Samples: the raw bytes of each, nothing is decoded. Contenders take turns and use the CPU time of their thread, so that
 other programs count little; the best round counts. Files are in the page cache. Does not cover: cold disks, GPUs.
 Memory: eight processes open the data and read everything. By how much more their PSS is than that of eight processes
@@ -97,6 +98,14 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
         def as_tensor(rows: np.ndarray) -> dict[str, torch.Tensor]:
             return {"tokens": torch.from_numpy(rows.view(np.uint16))}
 
+        def barest() -> float:
+            """What Python leaves of a gather: the same windows in the same dicts of tensors, and nothing else."""
+            tokens, size = data["tokens"], 2 * (length + 1)
+            items = np.ndarray((len(tokens) - 1) // length, f"V{size}", tokens, strides=(2 * length,))
+            row, at = np.dtype((np.uint16, (length + 1,))), order()
+            found = ({"tokens": torch.from_numpy(items[rows].view(row))} for rows in at)
+            return per_call(lambda _: next(found)["tokens"])
+
         def nanogpt() -> float:
             starts = order() * length
             return per_call(lambda step: by_nanogpt(flat, length, starts[step]))
@@ -116,6 +125,7 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
                 "take, two buffers, as tensors": take(data["tokens"], 2, as_tensor),
                 "take of the memmap": take(flat, 1),
                 "take of the memmap, two buffers": take(flat, 2),
+                "barest loop": barest,
                 **{name: loop(name) for name in loops},
                 "legroom, as int64": loop("legroom", torch.Tensor.long),
             },
@@ -124,7 +134,7 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
     least = best(figures)
     case = f"tokens, {batch_size} × {length}"
 
-    def row(what: str, peer: str, ours: str, target: float, note: str = "") -> Row:
+    def row(what: str, peer: str, ours: str, target: float | None, note: str = "") -> Row:
         return Row(f"{case}, {what}", least[peer] / least[ours], "×", target, at_least=True, note=note)
 
     every = ", ".join(f"{name} {value * 1e6:.1f} µs" for name, value in least.items())
@@ -132,6 +142,7 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
         row("bare gather of the shared copy", "take", "legroom", 0.9, every),
         row("the same into two buffers", "take, two buffers", "legroom", 0.9),
         row("the same as tensors, which Legroom returns", "take, two buffers, as tensors", "legroom", 0.9),
+        row("the same; a barest loop of tensors instead of Legroom's", "take, two buffers", "barest loop", None),
         row("bare gather of a memmap, with backing='inplace'", "take of the memmap", "legroom of the memmap", 0.9),
         row("the same into two buffers", "take of the memmap, two buffers", "legroom of the memmap", 0.9),
         row("nanoGPT's loop, as int64", "nanoGPT", "legroom, as int64", FASTER),

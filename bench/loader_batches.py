@@ -72,6 +72,7 @@ class Direct:
 
     def __init__(self, gatherer: Any, _background: object) -> None:
         self.gather, self.path, self.why = gatherer.gather, gatherer.path, gatherer.why
+        self.ahead = 0
 
     def begin(self, rows: object) -> None: ...
 

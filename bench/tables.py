@@ -176,12 +176,16 @@ SECTIONS = (
         "than that of eight with fewer samples, per byte of data, after they have read everything. The shared entry is "
         "counted once. "
         "Files that a peer reads stay in the page cache; what it maps counts, what it reads does not. The machine was "
-        "busy with other programs, differently for each format, and most data were scaled down. Values of LMDB *as "
-        "bytes*: a bare copy of 110 kB took 8.6 µs from an entry with 4 of 64 MB in huge pages, and 7.1 µs from a file "
-        "in the page cache with 60 MB in them; two runs before gave 0.81 and 0.82 shuffled, 0.77 and 0.91 in order. "
-        "Batches of 12 × 1024 take about 3 µs more than the gather: Python's loop, and a tensor for each batch. A run "
-        "of 64 × 1024 before gave 0.92 and 0.90. A process that opens a Hugging Face directory takes about 60 kB of "
-        "its own for each 8 MB of data; the cause is not known.",
+        "busy with other programs, differently for each format. Values of LMDB *as bytes*: it depends on the pages of "
+        "the entry ([why](decisions/0012-huge-pages.md)). With all of it in huge pages two runs gave 1.2 and 1.1 "
+        "shuffled, 1.18 and 1.08 in order. With 3 % in them they gave 0.95 and 0.97, and 0.90 and 0.96. "
+        "*A barest loop* is a generator that indexes the same windows and returns the same dicts of tensors, without "
+        "ranks, a position to resume from, prefetching or a repeat after an error. That is what Python leaves of a "
+        "bare gather: with batches of 12 × 1024 less than the target. On a busier machine (load 11 to 17) batches of "
+        "64 × 1024 were 0.82 to 0.90 of the bare gather, and 0.85 to 0.94 of the one that returns tensors. *Hugging "
+        "Face directory*: of the memory that a process takes for itself, 8 bytes a row are the order of the next "
+        "epoch, and 2 kB for each record batch are Arrow's and numpy's objects. After a fork these lie in pages of "
+        "the parent's heap, which are copied for them: 35 kB for each record batch.",
     ),
 )
 TITLES = {
@@ -203,9 +207,9 @@ NOTES = {
     "Legroom reached 1.88), and above it on two cores of the other machine. More cores or "
     '`hash="xxh3"` raise it. The run on sixteen cores decoded with sixteen threads. The current number is eight: with '
     "it the reader alone took 108 ms instead of 149 ms for masks, and 162 ms instead of 151 ms for photographs.",
-    "pages": "`LEGROOM_LARGE_PAGES=0` compared with the default, which uses huge pages until they cost more than 4 kB "
-    "pages ([why](decisions/0012-huge-pages.md)). How many are available depends on what the machine has just freed: "
-    "16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 to 1.7 times "
+    "pages": "`LEGROOM_LARGE_PAGES=0` compared with the default, which uses huge pages where they cost at most twice "
+    "as much as 4 kB pages ([why](decisions/0012-huge-pages.md)). How many are available depends on what the machine "
+    "has just freed: 16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 to 1.7 times "
     "and the second 0.80 to 1.22 times; the lower figures are from runs with few huge pages.",
 }
 CACHES = (

@@ -18,7 +18,8 @@ A tmpfs uses 4 kB pages unless mounted otherwise, and the kernel clears, counts 
 takes half the time, and reading it for the first time takes no longer than reading it again.
 
 The kernel may have to move other memory, or a hypervisor may have to find the memory first. So the cost is measured:
-once a few megabytes have taken twice as long as small pages would, or are refused, the build uses small pages.
+after huge pages that took twice as long as small pages would, the next 16 MB are small pages, then 64 MB and so on.
+Huge pages that are fast take their size off the next pause. Once some are refused, the build uses small pages.
 
 Without interleaving every page of an entry lies on the NUMA node of the process that built it, and training runs on
 the other node read all of it across the link.
@@ -245,36 +246,58 @@ def _touch(item: MappedFile, offset: int, length: int, step: int) -> None:
 
 
 _COLLAPSE = 25
-_PIECE = 2 * HUGE_PAGE  # allocated between two time measurements
+_PIECE = 2 * HUGE_PAGE  # allocated between two time measurements; one page as long as they are not known to be fast
 _DEAR = 0.8e-9  # seconds per byte: twice what small pages take
+_PAUSE = 16 << 20  # bytes in small pages after huge pages that took too long; four times as many after the next ones
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage/"
 
 
 class HugePages:
-    """The huge pages of one build, used as long as they are fast enough."""
+    """The huge pages of one build, used where they are fast enough."""
 
     def __init__(self) -> None:
-        self._worth_it = hugepages_enabled(os.environ) and hugepages_supported()
+        self._supported = hugepages_enabled(os.environ) and hugepages_supported()
+        self._piece = HUGE_PAGE  # bytes of the next range
+        self._pause, self._left = _PAUSE, 0  # bytes in small pages after the next dear range, and still to come
 
     def take(self, fd: int, offset: int, length: int) -> bool:
         """Allocate a range of a file in memory as huge pages, except for the tail. False if small pages are needed."""
         end = offset + length - length % HUGE_PAGE
         if offset % HUGE_PAGE or end == offset:
             return False
-        return all(self._take(fd, place, min(_PIECE, end - place)) for place in range(offset, end, _PIECE))
+        whole = True
+        while offset < end:
+            piece = min(self._piece, end - offset)
+            whole = self._take(fd, offset, piece) and whole
+            offset += piece
+        return whole
 
     def _take(self, fd: int, offset: int, length: int) -> bool:
-        if not self._worth_it:
+        if not self._supported:
             return False
-        worked, begun = time.thread_time(), time.monotonic()
+        if self._left > 0:
+            self._left -= length
+            return False
+        worked, begun, preempted = time.thread_time(), time.monotonic(), _preemptions()
         for place in range(offset, offset + length, HUGE_PAGE):
             # MADV_COLLAPSE needs one page in the range. It also decides the NUMA node of the huge page.
             os.pwrite(fd, b"\0", place)
-        made = _collapse(fd, offset, length)
-        # CPU time excludes other processes on this core. Wall time includes waiting for memory to be moved.
-        cost = max(time.thread_time() - worked, (time.monotonic() - begun) / 8)
-        self._worth_it = made and cost <= _DEAR * length
-        return made
+        self._supported = _collapse(fd, offset, length)
+        cost = time.thread_time() - worked
+        if _preemptions() == preempted:  # else wall time is that of other processes on this core
+            cost = max(cost, (time.monotonic() - begun) / 8)  # waiting for memory to be moved
+        if cost > _DEAR * length:
+            self._piece, self._left, self._pause = HUGE_PAGE, self._pause, 4 * self._pause
+        else:
+            self._piece, self._pause = _PIECE, max(_PAUSE, self._pause - length)
+        return self._supported
+
+
+def _preemptions() -> int:
+    """How often the kernel has given this thread's core to another thread that was waiting for it."""
+    import resource  # Windows has none, and no huge pages of this kind either
+
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def _collapse(fd: int, offset: int, length: int) -> bool:

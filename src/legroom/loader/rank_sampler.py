@@ -98,11 +98,12 @@ def permutation(rows: int, seed: int, epoch: int) -> NDArray:
     """
     generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     keys = np.empty(rows, np.uint64)
-    for first in range(0, rows, _AT_ONCE):
-        keys[first : first + _AT_ONCE] = generator.random_raw(min(_AT_ONCE, rows - first))
     numbers = np.uint64((1 << max(0, rows - 1).bit_length()) - 1)
-    keys &= ~numbers
-    keys |= np.arange(rows, dtype=np.uint64)
+    for first in range(0, rows, _AT_ONCE):
+        last = min(first + _AT_ONCE, rows)
+        part = generator.random_raw(last - first)
+        part &= ~numbers
+        np.bitwise_or(part, np.arange(first, last, dtype=np.uint64), out=keys[first:last])
     keys.sort()
     keys &= numbers
     keys.flags.writeable = False  # copies of the order on a GPU stay right

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import re
 import resource
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -120,6 +121,23 @@ class TestTaken:
                 assert _in_large_pages(start) == 4 * MB  # of 5.7
 
 
+def _tried(monkeypatch: pytest.MonkeyPatch, is_dear: Callable[[int], bool]) -> list[tuple[int, int]]:
+    """Which ranges are tried where making huge pages takes no time, or a second where they are dear."""
+    tried: list[tuple[int, int]] = []
+    now = [0.0]
+
+    def collapse(_fd: int, offset: int, length: int) -> bool:
+        tried.append((offset, length))
+        now[0] += is_dear(offset)
+        return True
+
+    monkeypatch.setattr(mmap_huge_pages_crc32, "hugepages_supported", lambda: True)
+    monkeypatch.setattr(mmap_huge_pages_crc32, "_collapse", collapse)
+    monkeypatch.setattr(mmap_huge_pages_crc32.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(mmap_huge_pages_crc32.time, "monotonic", lambda: now[0])
+    return tried
+
+
 class TestNotTaken:
     def test_what_is_no_large_page_is_left_alone(self, memory: int) -> None:
         pages = HugePages()
@@ -137,16 +155,36 @@ class TestNotTaken:
         assert not HugePages().take(memory, 0, 20 * MB)
         assert os.fstat(memory).st_blocks * 512 <= 2 * HUGE_PAGE  # no more than was tried
 
-    def test_it_is_given_up_when_it_takes_too_long(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        tried: list[int] = []
-        clock = iter(range(100))
-        monkeypatch.setattr(mmap_huge_pages_crc32, "hugepages_supported", lambda: True)
-        monkeypatch.setattr(mmap_huge_pages_crc32, "_collapse", lambda fd, offset, length: not tried.append(length))
-        monkeypatch.setattr(mmap_huge_pages_crc32.time, "thread_time", lambda: float(next(clock)))
+    def test_small_pages_follow_when_it_takes_too_long(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        tried = _tried(monkeypatch, lambda offset: offset < 300 * MB)
         pages = HugePages()
-        assert not pages.take(memory, 0, 20 * MB)  # a second for 4 MB: the rest is not risked
-        assert not pages.take(memory, 0, 20 * MB)
-        assert tried == [2 * HUGE_PAGE]
+        found = [pages.take(memory, offset, 4 * MB) for offset in range(0, 600 * MB, 4 * MB)]
+        # After one page that took a second 16 MB in small pages, then 64 MB, then 256 MB.
+        assert [offset // MB for offset, _ in tried[:3]] == [0, 18, 84]
+        assert {length for _, length in tried[:4]} == {HUGE_PAGE}
+        first = tried[3][0]
+        assert 84 * MB + 256 * MB <= first <= 84 * MB + 264 * MB
+        # From there on all of them are huge.
+        assert sum(length for _, length in tried[3:]) == 600 * MB - first
+        assert found[first // (4 * MB) + 1 :] == [True] * (149 - first // (4 * MB)) and not any(found[:70])
+
+    def test_pages_that_are_fast_shorten_the_next_pause(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        tried = _tried(monkeypatch, lambda offset: offset in (0, 18 * MB) or 500 * MB <= offset < 504 * MB)
+        HugePages().take(memory, 0, 600 * MB)
+        places = [offset for offset, _ in tried]
+        dear = next(number for number, offset in enumerate(places) if offset >= 500 * MB)
+        assert 16 * MB <= places[dear + 1] - places[dear] <= 24 * MB  # not 256 MB
+
+    @pytest.mark.parametrize("preempted", [False, True])
+    def test_waiting_counts_unless_it_is_for_a_core(
+        self, memory: int, monkeypatch: pytest.MonkeyPatch, preempted: bool
+    ) -> None:
+        tried = _tried(monkeypatch, lambda offset: False)
+        seconds, switches = itertools.count(), itertools.count()
+        monkeypatch.setattr(mmap_huge_pages_crc32.time, "monotonic", lambda: float(next(seconds)))
+        monkeypatch.setattr(mmap_huge_pages_crc32, "_preemptions", lambda: next(switches) if preempted else 7)
+        assert HugePages().take(memory, 0, 12 * MB) is preempted
+        assert sum(length for _, length in tried) == (12 * MB if preempted else HUGE_PAGE)
 
     def test_no_addresses_left(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> MappedFile:

@@ -87,6 +87,41 @@ def test_a_busy_consumer_gets_a_thread_and_an_idle_one_does_not() -> None:
     assert len(set(busy.threads)) > 1
 
 
+def test_a_consumer_that_becomes_busy_gets_a_thread_later() -> None:
+    slow = Slow()
+    ahead = slow.ahead()
+    assert run(ahead, 30) == list(range(30))
+    assert ahead.ahead == 0 and set(slow.threads) == {_thread.get_ident()}
+    assert run(ahead, 30, partial(slow.take, 0.02)) == list(range(30))
+    assert ahead.ahead == 1 and slow.threads[-1] != _thread.get_ident()
+
+
+def test_the_clock_is_read_for_few_batches_of_a_fast_consumer() -> None:
+    slow, read = Slow(), []
+
+    def clock() -> float:
+        read.append(slow.now)
+        return slow.now
+
+    ahead = slow.ahead()
+    ahead._clock = clock
+    assert run(ahead, 900) == list(range(900))
+    assert len(read) == 2 * 900 // 5  # for two batches of ten: one's time to gather, then the consumer's time after it
+
+
+def test_a_batch_in_a_thread_is_used_when_its_consumer_has_become_fast() -> None:
+    slow = Slow()
+    ahead = slow.ahead()
+    run(ahead, 8, partial(slow.take, 0.02))
+    for number in range(9, 40):  # as long as the slow ones are remembered, and after that
+        rows = np.array([number])
+        ahead.begin(rows)
+        begun = ahead._pending
+        assert ahead.gather(rows)["rows"].tolist() == [number]
+        assert begun is None or begun._batch is None  # it was not gathered twice
+    assert ahead._pending is None and ahead.ahead == 0
+
+
 def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
     slow = Slow()
     ahead = slow.ahead()

@@ -14,13 +14,15 @@ Starting a thread costs 0.05 ms.
 
 Prefetching pays where both sides take time. For a consumer that does nothing with a batch it costs a quarter (batches
 of 12 MB): another buffer is filled, which is not in the CPU cache. A consumer whose step takes as long as the copy
-gains half. So both times are measured, in every loop anew.
+gains half. So both times are measured, in every loop anew; of a consumer that takes less time than starting a thread,
+for two batches in ten.
 """
 
 from __future__ import annotations
 
 import _thread
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -188,7 +190,8 @@ class _EpochBatches:
         self._sampler, self._order, self._chosen = sampler, order, chosen
         self.rows = sampler.rows
         self._after = start.position
-        self._step = sampler.batch_size * sampler.world_size
+        self._size, self._step = sampler.batch_size, sampler.batch_size * sampler.world_size
+        self._before = sampler.rank * sampler.batch_size  # rows of a step that other ranks get before this one
         self._last_whole = sampler.rows - self._step if order is not None else -1
         self.next: deque[tuple[int, NDArray]] = deque()  # the position after a batch, and its rows
 
@@ -196,9 +199,9 @@ class _EpochBatches:
         """Add the batch after the last one; False: the epoch has no more."""
         at = self._after
         if at <= self._last_whole and self._order is not None:  # as the sampler's step, in less time: for small batches
-            first = at + self._sampler.rank * self._sampler.batch_size
-            self._after = at + self._step
-            self.next.append((self._after, self._order[first : first + self._sampler.batch_size]))
+            first = at + self._before
+            self._after = after = at + self._step
+            self.next.append((after, self._order[first : first + self._size]))
             return True
         step = self._sampler.step(at)
         if step is None:
@@ -232,7 +235,7 @@ class _Loop:
         self._upcoming, self._gatherer = upcoming, gatherer
         self._transform, self._progress, self._orders = transform, progress, orders
         self._begin_next_epoch = begin_next_epoch
-        self._rows_in_epoch = upcoming.rows
+        self._half = (upcoming.rows + 1) // 2 if orders is not None else sys.maxsize  # rows: the next order is prepared
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -243,26 +246,28 @@ class _Loop:
             self._progress.done = True
             raise StopIteration
         after, rows = upcoming[0]
-        batch: Any = self._gatherer.gather(rows)
-        self._prefetch()
+        gatherer = self._gatherer
+        batch: Any = gatherer.gather(rows)
+        if gatherer.ahead:
+            self._prefetch(gatherer.ahead)
         if self._transform is not None:
             # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
         self._progress.given_out = after
-        if self._orders is not None and 2 * after >= self._rows_in_epoch:
-            orders, self._orders = self._orders, None
-            orders.prepare(self._progress.epoch + 1)
+        if after >= self._half and self._orders is not None:
+            self._half = sys.maxsize
+            self._orders.prepare(self._progress.epoch + 1)
         upcoming.popleft()
         if step_callbacks.listeners:
             step_callbacks.batch_taken()
         return batch
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, ahead: int) -> None:
         """Begin batches until as many are ahead as the gatherer takes, in the next epoch too where that is known.
 
         Otherwise the first batch of every epoch would be waited for: 4 % of an epoch of 14 batches of 33 MB.
         """
-        this, ahead = self._upcoming, self._gatherer.ahead
+        this = self._upcoming
         waiting = this.next
         while len(waiting) <= ahead and this.add():
             self._gatherer.begin(waiting[-1][1])
@@ -466,6 +471,7 @@ _HANDOVER = 1e-4  # seconds: starting a thread and waiting for it
 _COLDER = 0.25  # of a copy's time: the cost of filling a third buffer, which is not in the CPU cache
 _LEAST_MEASURED = 3  # batches
 _REMEMBERED = 9
+_UNMEASURED = 8  # batches between two measurements of a fast consumer: each takes a third of a microsecond
 
 
 def prefetch_pays(gathering: float, consuming: float) -> bool:
@@ -483,7 +489,9 @@ class Prefetcher:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``background``: how to gather while the consumer works."""
-        self._of, self.path, self.ahead = gatherer, gatherer.path, 1
+        self._of, self.path = gatherer, gatherer.path
+        self.ahead = 0  # 1 as long as ``_slow`` is not 0: a fast consumer's next batch is not looked up in advance
+        self._unmeasured = 0  # of a fast consumer, how many of the next batches are gathered without reading the clock
         self._gather, self._background, self._clock = gatherer.gather, background or gatherer.gather, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
@@ -496,11 +504,11 @@ class Prefetcher:
         return self._of.why
 
     def gather(self, rows: NDArray) -> Batch:
-        asked = self._clock()
-        if self._returned is not None:
-            seconds = asked - self._returned
-            self._consuming.append(seconds)
-            self._slow = _REMEMBERED if seconds >= _HANDOVER else self._slow and self._slow - 1
+        if self._unmeasured:
+            self._unmeasured -= 1
+            return self._gather(rows)
+        asked, returned = self._clock(), self._returned
+        is_fast = returned is not None and not self._is_slow(asked - returned)
         pending, self._pending = self._pending, None
         if pending is not None and pending.is_for(rows):
             batch = pending.result()
@@ -510,7 +518,19 @@ class Prefetcher:
             batch = self._gather(rows)
             self._returned = self._clock()
             self._gathering.append(self._returned - asked)
+        if is_fast:
+            self._unmeasured, self._returned = _UNMEASURED, None
         return batch
+
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether this time of the consumer, or one of the last nine, was longer than a hand-over."""
+        self._consuming.append(seconds)
+        if seconds >= _HANDOVER:
+            self._slow = _REMEMBERED
+        elif self._slow:
+            self._slow -= 1
+        self.ahead = min(self._slow, 1)
+        return self._slow > 0
 
     def begin(self, rows: NDArray) -> None:
         """Start gathering these rows where measurements show that it pays."""

@@ -70,18 +70,21 @@ class HostGatherer:
     ahead = 1
 
     def __init__(self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None) -> None:
-        self._takers = {name: _taker(column, batch_size, tensor) for name, column in columns.items()}
+        self._takers = [(name, _taker(column, batch_size, tensor)) for name, column in columns.items()]
 
     @property
     def why(self) -> str:
         return say("no device was given")
 
     def gather(self, rows: NDArray) -> Batch:
-        return {name: take(rows, False) for name, take in self._takers.items()}
+        batch = {}  # not a comprehension, which is a call of its own: small batches notice
+        for name, take in self._takers:
+            batch[name] = take(rows, False)
+        return batch
 
     def gather_on_one_core(self, rows: NDArray) -> Batch:
         """The same with one thread, because the consumer works at the same time, perhaps on all other cores."""
-        return {name: take(rows, True) for name, take in self._takers.items()}
+        return {name: take(rows, True) for name, take in self._takers}
 
     def begin(self, rows: NDArray) -> None:
         """Nothing: batch_iterator.py decides whether a thread pays."""
@@ -99,7 +102,7 @@ def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | N
         chunks = column
         return lambda rows, one_core: wrap(chunks.take(rows))
     if not column.flags.c_contiguous and column.nbytes:
-        return _WindowTaker(column, wrap)
+        return _window_taker(column, wrap)
     take = _ArrayTaker(column, min(batch_size, len(column)))
     return lambda rows, one_core: wrap(take(rows, one_core))
 
@@ -123,21 +126,17 @@ class _ArrayTaker:
         return out.view(self._dtype).reshape(shape)
 
 
-class _WindowTaker:
-    """Rows that overlap or have gaps between them: windows of tokens.
+def _window_taker(column: NDArray, wrap: Callable[[NDArray], Any]) -> Callable[[NDArray, bool], Any]:
+    """Takes rows that overlap or have gaps between them: windows of tokens.
 
     ``numpy.take`` would first copy the whole column. Indexing rows as single items is as fast as ``take`` on a column
     without gaps; it cannot write into a buffer.
     """
-
-    def __init__(self, column: NDArray, wrap: Callable[[NDArray], Any]) -> None:
-        # A type with the shape of a row: one view makes an array of rows from items, which small batches notice.
-        self._rows, self._wrap = np.dtype((column.dtype, column.shape[1:])), wrap
-        row = prod(column.shape[1:]) * column.itemsize
-        self._items = column.reshape(len(column), prod(column.shape[1:])).view(f"V{row}")[:, 0]
-
-    def __call__(self, rows: NDArray, one_core: bool) -> Any:
-        return self._wrap(self._items[rows].view(self._rows))
+    elements = prod(column.shape[1:])
+    items = column.reshape(len(column), elements).view(f"V{elements * column.itemsize}")[:, 0]
+    # A type with the shape of a row: one view makes an array of rows from items, which small batches notice.
+    row = np.dtype((column.dtype, column.shape[1:]))
+    return lambda rows, one_core: wrap(items[rows].view(row))
 
 
 def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
