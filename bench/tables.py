@@ -209,8 +209,8 @@ NOTES = {
     "it the reader alone took 108 ms instead of 149 ms for masks, and 162 ms instead of 151 ms for photographs.",
     "pages": "`LEGROOM_LARGE_PAGES=0` compared with the default, which uses huge pages where they cost at most twice "
     "as much as 4 kB pages ([why](decisions/0012-huge-pages.md)). How many are available depends on what the machine "
-    "has just freed: 16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 to 1.7 times "
-    "and the second 0.80 to 1.22 times; the lower figures are from runs with few huge pages.",
+    "has just freed: 16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 "
+    "to 1.7 times and the second 0.80 to 1.22 times; the lower figures are from runs with few huge pages.",
 }
 CACHES = (
     ("cache", "The cache compared with h5py, md5sum and cp"),
