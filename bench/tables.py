@@ -207,10 +207,10 @@ NOTES = {
     "Legroom reached 1.88), and above it on two cores of the other machine. More cores or "
     '`hash="xxh3"` raise it. The run on sixteen cores decoded with sixteen threads. The current number is eight: with '
     "it the reader alone took 108 ms instead of 149 ms for masks, and 162 ms instead of 151 ms for photographs.",
-    "pages": "`LEGROOM_LARGE_PAGES=0` compared with the default, which uses huge pages where they cost at most twice as "
-    "much as 4 kB pages ([why](decisions/0012-huge-pages.md)). How many are available depends on what the machine has just freed: "
-    "16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 to 1.7 times "
-    "and the second 0.80 to 1.22 times; the lower figures are from runs with few huge pages.",
+    "pages": "`LEGROOM_LARGE_PAGES=0` compared with the default, which uses huge pages where they cost at most twice "
+    "as much as 4 kB pages ([why](decisions/0012-huge-pages.md)). How many are available depends on what the machine "
+    "has just freed: 16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 "
+    "to 1.7 times and the second 0.80 to 1.22 times; the lower figures are from runs with few huge pages.",
 }
 CACHES = (
     ("cache", "The cache compared with h5py, md5sum and cp"),
