@@ -114,6 +114,22 @@ class OwnRandom(Sampler[int]):
         return self.count
 
 
+class EveryOtherEpoch(Sampler[int]):
+    """A sampler with an empty epoch before each full one."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count if self.epoch % 2 else 0))
+
+    def __len__(self) -> int:
+        return self.count if self.epoch % 2 else 0
+
+
 class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value

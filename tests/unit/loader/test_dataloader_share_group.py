@@ -97,6 +97,20 @@ def test_trainers_share_one_producer_and_leave_as_they_like(make: Any) -> None:
     assert group.lines(3) == [*expected[:20], "end"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_epoch_without_batches_is_followed_by_the_next(make: Any, shared: bool) -> None:
+    group = make(Noise(40), shuffle=None, sampler=share_data.EveryOtherEpoch(40))
+    loader = group.loader()
+    expected = reference(loader, 20)
+    if shared:
+        group.start(20, pause=0.02)
+        group.await_producer()
+    found = [share_data.line(epoch, number, batch) for epoch in range(20) for number, batch in enumerate(loader)]
+    group.join()
+    assert found == expected and {line.split()[0] for line in found} == {str(epoch) for epoch in range(1, 20, 2)}
+    assert not shared or group.lines(0) == [*expected, "end"]
+
+
 @joins_late
 def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> None:
     group = make(Noise(1000, floats=2_000))

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from legroom.loader.dataloader.sharing.seeding import Position
+from legroom.loader.dataloader.sharing.seeding import Position, position_after
 
 WAIT_S = 1.0  # the longest that a trainer waits for a batch that is not being made yet
 JOIN_S = 5.0  # what a trainer that asks for the first time may be behind, or ahead if it is new
@@ -182,7 +182,7 @@ class Window:
         """Continue at another position. What was made is dropped when no trainer holds it."""
         for entry in list(self.entries.values()):
             self._remove(entry)
-        self.head, self.begun = start, False
+        self.head, self.begun = start if self._length(start[0]) else self._after(start), False
         for member in self.members.values():
             member.inside = False
 
@@ -321,5 +321,4 @@ class Window:
         return self._length(start[0]) - start[1] + end[1]
 
     def _after(self, position: Position) -> Position:
-        epoch, number = position
-        return (epoch, number + 1) if number + 1 < self._length(epoch) else (epoch + 1, 0)
+        return position_after(position, self._length)

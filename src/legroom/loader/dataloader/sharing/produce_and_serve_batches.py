@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from legroom.cache.capacity import memory_bounds, tightest
@@ -35,7 +35,7 @@ from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, Ow
 from legroom.loader.dataloader.sharing.gpu_ring import GpuRings
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
-from legroom.loader.dataloader.sharing.seeding import Orders, Position, SeededDataset
+from legroom.loader.dataloader.sharing.seeding import Endless, Orders, Position, SeededDataset
 from legroom.loader.dataloader.sharing.start_producer_process import Recipe, loader_class
 from legroom.loader.dataloader.torch_internals import drop_iterator, workers
 from legroom.messages import say
@@ -53,19 +53,6 @@ _ENDLESS = 1 << 60
 _LEAST_WINDOW, _WINDOW = 2, 8  # batches
 _OF_FREE = 4  # the window takes at most this part of the free memory
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
-
-
-class Endless:
-    """A batch sampler without end: what a SeededDataset is asked for, from a position on."""
-
-    def __init__(self, orders: Orders, start: Position) -> None:
-        self._orders, self._start = orders, start
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        position = self._start
-        while True:
-            yield self._orders.items(position)
-            position = self._orders.after(position)
 
 
 class EndWithProducer:

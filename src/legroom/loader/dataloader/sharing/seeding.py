@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -27,6 +27,7 @@ Position = tuple[int, int]  # epoch, number of the batch in it
 _BITS = 63  # torch takes a signed number of 64 bits
 _MOST_SAMPLERS = 8  # one in another
 _BLOCK = 4096  # batches
+_MOST_EMPTY = 1000  # epochs without batches, one after the other
 _ORDER = -1  # instead of the number of a batch: the seed of the order
 
 
@@ -250,8 +251,29 @@ class Orders:
 
     def after(self, position: Position) -> Position:
         """The next position, in the next epoch after the last batch of one."""
-        epoch, number = position
-        return (epoch, number + 1) if number + 1 < len(self.of(epoch)) else (epoch + 1, 0)
+        return position_after(position, lambda epoch: len(self.of(epoch)))
+
+
+class Endless:
+    """A batch sampler without end: what a SeededDataset is asked for, from a position on."""
+
+    def __init__(self, orders: Orders, start: Position) -> None:
+        self._orders, self._start = orders, start
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        position = self._start
+        while True:
+            yield self._orders.items(position)
+            position = self._orders.after(position)
+
+
+def position_after(position: Position, length: Callable[[int], int]) -> Position:
+    """The next position in a sequence of epochs of some lengths. A sampler may have epochs without batches."""
+    epoch, number = position
+    if number + 1 < length(epoch):
+        return epoch, number + 1
+    later = range(epoch + 1, epoch + 1 + _MOST_EMPTY)
+    return next((one for one in later if length(one)), epoch + 1), 0
 
 
 def samplers(outermost: Any) -> list[Any]:

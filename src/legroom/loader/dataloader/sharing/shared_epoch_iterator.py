@@ -259,6 +259,8 @@ class SharedEpoch:
     def __next__(self) -> Any:
         position = self._position
         if self._complete:
+            if self._count == 0 and not self.done:
+                self._move(epoch_over=True)  # no batch of it does that
             self._end()
             raise StopIteration
         self._where = None
