@@ -53,7 +53,7 @@ LONG = (
     "test_dataloader_explain_worker_crash.py",
     "test_changed.py",
     "test_stream_torch.py",
-    "test_formats_decoding_memory.py",
+    "test_formats_decoding_memory_budget.py",
     "test_contract_batches.py",
     "test_monitor_tui.py",
     "test_monitor_history_and_trend.py",

@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from legroom.cache.freeze_list_or_dict import freeze
     from legroom.errors import LegroomError
     from legroom.loader.batches.legroom_open import Data, open
-    from legroom.loader.check_memory_fits import check
     from legroom.loader.dataloader.collate import collate
     from legroom.loader.dataloader.dataloader import DataLoader
+    from legroom.loader.legroom_check import check
     from legroom.loader.legroom_plan import plan
     from legroom.loader.shared_model_weights import weights
     from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.legroom_tune import tune
     from legroom.monitor.watch_in_script import watch
-    from legroom.probe.available_memory import available
+    from legroom.probe.legroom_available import available
     from legroom.probe.snapshot import snapshot
     from legroom.records import Machine
     from legroom.system.step_callbacks import step
@@ -89,9 +89,9 @@ _HOMES = {
     "Data": "legroom.loader.batches.legroom_open",
     "DataLoader": "legroom.loader.dataloader.dataloader",
     "collate": "legroom.loader.dataloader.collate",
-    "check": "legroom.loader.check_memory_fits",
+    "check": "legroom.loader.legroom_check",
     "plan": "legroom.loader.legroom_plan",
-    "available": "legroom.probe.available_memory",
+    "available": "legroom.probe.legroom_available",
     "freeze": "legroom.cache.freeze_list_or_dict",
     "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
     "Machine": "legroom.records",

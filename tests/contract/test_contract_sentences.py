@@ -34,7 +34,7 @@ ALLOWED = {
     "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/base_reader.py: \x00 of \x00 is a": "misuse of a reader, by a developer",
     "formats/base_reader.py: cannot read \x00 into": "misuse of a reader, by a developer",
-    "formats/format_registry.py": "what the developer of a package did wrong",
+    "formats/plugin_formats.py": "what the developer of a package did wrong",
     "testing.py": "for developers of readers",
     "formats/hdf5_open.py: unable to lock file": "HDF5's words",
     "formats/hdf5_open.py: flag values don't match": "HDF5's words",

@@ -135,7 +135,7 @@ def test_what_runs_beside_it_is_not_killed(tmp_path: Path) -> None:
     assert "alive" in ran.output, ran
 
 
-@pytest.mark.soak  # test_loader_gc_in_forked_workers.py has the rule
+@pytest.mark.soak  # test_loader_trial_garbage_collections.py has the rule
 def test_the_need_of_a_yes_has_the_full_garbage_collection_of_a_long_run() -> None:
     """A forked worker copies the pages of all objects it inherited, once its batches have more than 700 objects."""
     asked = {**PLAIN, "workers": 3, "batch": 512, "samples": 512 * 30, "sample_bytes": 1024, "kind": "image"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import log, sqrt
 
 from legroom.advice.fit_on_machine import fit, per_rank, smaller_batches
-from legroom.advice.memory_need import need
+from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.safe_settings_for_doctor import usable_cores
 from legroom.errors import UsageError
 from legroom.messages import joined, listed, say

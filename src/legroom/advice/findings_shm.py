@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legroom.advice.memory_need import batches_in_flight
+from legroom.advice.memory_need_of_loaders_and_processes import batches_in_flight
 from legroom.advice.remedies import (
     advised_shm,
     bound_shm,

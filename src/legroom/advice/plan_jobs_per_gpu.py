@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from legroom.advice.fit_on_machine import advise, fit
-from legroom.advice.memory_need import need
+from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.remedies import SHM_SHARE, enlarge_shm
 from legroom.messages import phrase, say
 from legroom.records import Machine, Need, Plan, PlanRow, ShmSizes, Workload

@@ -8,7 +8,7 @@ that header, and counting it always costs at most a page.
 
 from __future__ import annotations
 
-from legroom.advice.memory_need import PAGE, TENSOR_HEADER, batches_in_flight, semaphores
+from legroom.advice.memory_need_of_loaders_and_processes import PAGE, TENSOR_HEADER, batches_in_flight, semaphores
 from legroom.messages import say
 from legroom.records import Machine, SafeSettings
 from legroom.units import format_size

@@ -22,7 +22,7 @@ from legroom.cache import locks
 from legroom.cache.manifest import is_key
 from legroom.cache.store_directories import BUILDING, LOCK, Store, in_memory, read_small_file
 from legroom.errors import NoRoom
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
 from legroom.messages import joined, say
 from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host_files_and_syscalls import Host

@@ -16,7 +16,13 @@ from typing import Any, overload
 
 from legroom.errors import UnreadableSource
 from legroom.formats.file_reads_and_errors import require_regular, unreadable
-from legroom.formats.folder_files import distinct_size, latest_times, pack_fields, packed_stamp, unpacked_stamp
+from legroom.formats.unchanged_folder_files import (
+    distinct_size,
+    latest_times,
+    pack_fields,
+    packed_stamp,
+    unpacked_stamp,
+)
 from legroom.messages import say
 from legroom.remote.object_url import ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp

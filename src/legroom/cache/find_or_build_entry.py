@@ -387,7 +387,7 @@ def _installed(readers: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """The readers of other packages in their installed versions: an update may read the same bytes differently."""
     if readers is None:
         return None
-    found: tuple[str, ...] | None = lazy_import("legroom.formats.format_registry").installed_readers(readers)
+    found: tuple[str, ...] | None = lazy_import("legroom.formats.plugin_formats").installed_readers(readers)
     return found
 
 

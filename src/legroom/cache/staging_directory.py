@@ -32,7 +32,7 @@ from legroom.cache.store_directories import (
     store_lock,
 )
 from legroom.errors import NoRoom
-from legroom.formats.decoding_memory import Allowed
+from legroom.formats.decoding_memory_budget import Allowed
 
 _CREDIT = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or no inode

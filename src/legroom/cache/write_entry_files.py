@@ -31,7 +31,7 @@ from legroom.cache.source_identity import Source, source_changed_error, source_g
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step
 from legroom.formats.base_reader import BaseReader, Extent, Slab
-from legroom.formats.decoding_memory import DecodingMemory
+from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import wait_for_bytes, wrong_checksum
 from legroom.messages import say
 from legroom.system.processes_and_threads import (

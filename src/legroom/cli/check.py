@@ -101,7 +101,7 @@ def command(
     if share:
         return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
-    from legroom.loader.check_memory_fits import check
+    from legroom.loader.legroom_check import check
     from legroom.probe.host_files_and_syscalls import Host
 
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:

@@ -14,7 +14,7 @@ from legroom.cli.cache import print_json
 from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
-from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
+from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
 from legroom.units import format_duration, format_size
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

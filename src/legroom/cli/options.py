@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from legroom.advice.job_description import DTYPES, OPTIMIZERS
+from legroom.advice.job_arguments_and_batch_bytes import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
 from legroom.messages import say
 from legroom.units import parse_count, parse_duration, parse_size

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from legroom.advice.deepspeed_config import Precision, ZeroRow, emit_training
+from legroom.advice.zero_memory_and_deepspeed_config import Precision, ZeroRow, emit_training
 from legroom.cli.options import COUNT, DURATION
 from legroom.cli.text_layout import paint, paragraph, steps
 from legroom.messages import left, phrase, right, say
@@ -142,7 +142,7 @@ def command(
     Without --benchmark it loads a few samples and one batch in a child process, which takes a few seconds. Exits 1 if
     no settings fit.
     """
-    from legroom.advice.deepspeed_config import Shape, zero_rows
+    from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import legroom_tune
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.memory import memory, ram_pool

@@ -2,7 +2,7 @@
 
 This is the interface between file formats and the rest of Legroom. To add a format, subclass BaseReader, implement the
 methods under "Implemented by each format", and register a Format: in detect.py, or from another package by an entry
-point (format_registry.py).
+point (plugin_formats.py).
 
 Rules for every reader:
 - Arrays are native-endian and in C order, whatever the file holds.
@@ -30,7 +30,7 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import MissingKey, UnsupportedData, UsageError
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.fill_arrays import PIECE, Array, Progress, no_progress
 from legroom.messages import listed, say, shown
@@ -122,7 +122,7 @@ class Description:
     # Every file that the data come from, the opened one first. A directory stands for everything below it.
     files: tuple[Path, ...]
     lookups: tuple[Lookup, ...] = ()  # how the further files were found
-    reader: str | None = None  # the package and version of a reader that is not Legroom's; set by format_registry.py
+    reader: str | None = None  # the package and version of a reader that is not Legroom's; set by plugin_formats.py
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +277,7 @@ class BaseReader:
         raise NotImplementedError
 
     def is_listed_among(self, stamps: bytes) -> bool:
-        """Whether every file that is opened by name later has one of these stamps (folder_files.py)."""
+        """Whether every file that is opened by name later has one of these stamps (unchanged_folder_files.py)."""
         return True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Open a data file by its content, not by its name: recognize the format, then create its reader.
 
 ``FORMATS`` lists our own formats, one record each. Where none of them recognizes a file, the formats that other
-packages have registered are asked (format_registry.py). Formats that run code when read (pickle) or need guessing (CSV)
+packages have registered are asked (plugin_formats.py). Formats that run code when read (pickle) or need guessing (CSV)
 are refused. A directory is recognized by a few names, since it may be large.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from legroom.errors import FormatPluginFailed, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import BaseReader, Candidate, Format, Selection
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
-from legroom.formats.format_registry import PluginFormat, find_plugin
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC
+from legroom.formats.plugin_formats import PluginFormat, find_plugin
 from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -106,7 +106,7 @@ def _is_tokens(one: Candidate) -> bool:
     """A flat token file has no marks: the caller's dtype says that it is one, unless it is something else."""
     if one.dtype is None:
         return False
-    other = lazy_import("legroom.formats.recognize_other_files").other_format(one.file, one.dtype)
+    other = lazy_import("legroom.formats.recognize_non_token_files").other_format(one.file, one.dtype)
     if other in _COMPRESSED_NAMES or one.head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
         raise _unknown(one)
     if other is not None:

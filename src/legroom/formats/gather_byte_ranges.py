@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from legroom.formats.base_reader import ArraySpec, Slab
-from legroom.formats.decoding_memory import DecodingMemory
+from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, in_parallel
 
 _MOST_ROWS = 1 << 14  # of one slab: each takes about 200 bytes while its slab is read

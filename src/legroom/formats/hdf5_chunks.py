@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from legroom.formats.base_reader import ArraySpec, Slab
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of, in_parallel
 from legroom.formats.hdf5_filters import SHUFFLE, ChunkFilter, can_undo, filters_of, memory_to_undo, undo

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import DamagedSource, UnsupportedData
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, copy_raw, in_parallel, no_progress
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks

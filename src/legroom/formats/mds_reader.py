@@ -22,10 +22,9 @@ import numpy as np
 
 from legroom.errors import LegroomError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.decoding_memory import UNLIMITED
+from legroom.formats.decoding_memory_budget import UNLIMITED
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, truncated
 from legroom.formats.fill_arrays import Array, Progress, bytes_of
-from legroom.formats.folder_files import FolderFile, FolderRoot, are_among, packed_stamp, unpacked_stamp
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
@@ -35,6 +34,7 @@ from legroom.formats.gather_byte_ranges import (
     slabs_of_rows,
 )
 from legroom.formats.mds_index import INDEX, MOST_INDEX, Column, Shard, ShardFile, parse_index
+from legroom.formats.unchanged_folder_files import FolderFile, FolderRoot, are_among, packed_stamp, unpacked_stamp
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
 

@@ -21,7 +21,6 @@ from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
 from legroom.formats.file_reads_and_errors import SourceFile, changed_while_read
 from legroom.formats.fill_arrays import Array, Progress
-from legroom.formats.folder_files import are_among, packed_stamp
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
@@ -31,6 +30,7 @@ from legroom.formats.gather_byte_ranges import (
     slabs_of_rows,
 )
 from legroom.formats.tar_headers import regular_files
+from legroom.formats.unchanged_folder_files import are_among, packed_stamp
 from legroom.messages import listed, say, shown
 
 KEY = "__key__"

@@ -1,19 +1,19 @@
 """Measure, limit and predict GPU memory.
 
-    set_memory_limit.py      limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
-    memory_breakdown.py      account: what uses GPU memory now, by category
-    cuda_context_size.py     how much GPU memory the CUDA context of this process takes
-    search_batch_size.py     find_batch_size: search for the largest batch that fits
-    batch_trial_on_gpu.py    run one trial of that search in this process, on the GPU
-    batch_trial_in_child.py  run one trial in a child process, and measure host memory on the CPU
-    oom_retry.py             is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
-    memory_estimate.py       estimate, advise: predict a step's memory without running it
-    fake_tensor_trace.py     trace a training step with fake tensors (imports torch)
-    training_step.py         call a user's model on a batch; count and split the batch
-    rank_consensus.py        minimum and maximum of a number over all distributed ranks
-    torch_cuda_device.py     every torch.cuda call of this package, for one device
-    cuda_driver_api.py       calls of libcuda that torch does not offer: batched copies, kernels, shareable memory
-    tf32_flags.py            tf32: switch TF32 on or off
+    set_memory_limit.py                 limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
+    memory_breakdown.py                 account: what uses GPU memory now, by category
+    cuda_context_size.py                how much GPU memory the CUDA context of this process takes
+    search_batch_size.py                find_batch_size: search for the largest batch that fits
+    batch_trial_on_gpu.py               run one trial of that search in this process, on the GPU
+    batch_trial_in_child.py             run one trial in a child process, and measure host memory on the CPU
+    oom_retry.py                        is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
+    memory_estimate.py                  estimate, advise: predict a step's memory without running it
+    fake_tensor_trace.py                trace a training step with fake tensors (imports torch)
+    model_call_loss_and_batch_split.py  call a user's model on a batch, its loss; count and split the batch
+    rank_consensus.py                   minimum and maximum of a number over all distributed ranks
+    torch_cuda_device.py                every torch.cuda call of this package, for one device
+    cuda_driver_api.py                  libcuda calls that torch lacks: batched copies, kernels, shareable memory
+    tf32_flags.py                       tf32: switch TF32 on or off
 
 ``plot`` draws a search's result (charts/batch_size_chart.py). Names are imported on first use, torch on the first call.
 """

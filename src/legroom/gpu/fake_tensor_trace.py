@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from legroom.gpu.model_call_loss_and_batch_split import Loss, call_arguments, split_batch
 from legroom.gpu.torch_cuda_device import allocator_size
-from legroom.gpu.training_step import Loss, call_arguments, split_batch
 
 _NOT_TRACEABLE = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,

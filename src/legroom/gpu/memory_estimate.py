@@ -11,8 +11,15 @@ import copy
 from typing import Any
 
 from legroom.errors import UsageError
+from legroom.gpu.model_call_loss_and_batch_split import (
+    Loss,
+    check_model,
+    count_samples,
+    default_loss,
+    split_batch,
+    step_errors,
+)
 from legroom.gpu.torch_cuda_device import import_torch
-from legroom.gpu.training_step import Loss, check_model, count_samples, default_loss, split_batch, step_errors
 from legroom.messages import say
 from legroom.records.gpu_usage import Advice, Estimate, Saving
 from legroom.system.lazy_and_optional_imports import import_lock

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from legroom.errors import DoesNotFit, TrialFailed, UsageError
+from legroom.gpu.model_call_loss_and_batch_split import count_samples, split_batch
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.gpu.training_step import count_samples, split_batch
 from legroom.messages import counted, phrase, say
 
 Kind = Literal["gpu", "host"]

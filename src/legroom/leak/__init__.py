@@ -16,11 +16,11 @@ In the training process:
 
 After it, or meanwhile:
 
-    record_files        the files that processes write, and reading them back
-    leak_or_plateau     leak, plateau, jump or too short: the shape of one series
-    append_statements   which lines of the source fill a container or a sum
-    find_leaking_lines  from records to the lines that make memory grow, and how sure that is
-    leak_report         the report as text, JSON and page, and what grows so far for `legroom watch`
+    record_files                the files that processes write, and reading them back
+    leak_or_plateau             leak, plateau, jump or too short: the shape of one series
+    lines_that_fill_containers  which lines of the source fill a container or a sum
+    find_leaking_lines          from records to the lines that make memory grow, and how sure that is
+    leak_report                 the report as text, JSON and page, and what grows so far for `legroom watch`
 
 ``legroom.leak.watch`` is imported at first use.
 """

@@ -10,8 +10,8 @@ import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from legroom.leak.append_statements import lines_for, passing_lines
 from legroom.leak.leak_or_plateau import FEWEST, Trend, trend
+from legroom.leak.lines_that_fill_containers import lines_for, passing_lines
 from legroom.leak.record_files import HolderRecord, ProcessRecord, Sample, Window
 from legroom.leak.user_source_files import is_user_file
 from legroom.messages import say

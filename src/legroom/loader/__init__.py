@@ -6,7 +6,7 @@
     stream                  legroom.stream: Parquet and Arrow files with bounded memory
     tune                    legroom.tune: DataLoader settings chosen by measuring
     measure                 measures a dataset and a DataLoader in child processes, for tune and check
-    check_memory_fits       legroom.check: whether a training run fits on this machine
+    legroom_check           legroom.check: whether a training run fits on this machine
     legroom_plan            legroom.plan: how many jobs fit on this machine, from a description or from running jobs
     measure_process_memory  memory of this process, of an idle worker, of an interpreter with torch
     shared_gpu_memory       one copy in GPU memory for every process: made, handed on, freed with the last

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from legroom.advice.job_description import Batch, DataRows, Demand, batch_of, data_rows, workload_of
+from legroom.advice.job_arguments_and_batch_bytes import Batch, DataRows, Demand, batch_of, data_rows, workload_of
 from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.errors import NoSuchProcess, UsageError
 from legroom.messages import counted, joined, listed, phrase, say

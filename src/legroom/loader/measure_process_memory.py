@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from legroom.advice.memory_need import SPARE
+from legroom.advice.memory_need_of_loaders_and_processes import SPARE
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import free_memory
 from legroom.probe.shm import shm_space

@@ -2,7 +2,7 @@
 
 Every function takes a Host: this machine, another root such as ``/host``, or a recording.
 
-- available_memory: bytes of a memory pool that can be taken now (``legroom.available()``)
+- legroom_available: bytes of a memory pool that can be taken now (``legroom.available()``)
 - copy_on_write: what forked workers have copied of the memory they inherited, at once or now and then
 - runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
 - filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
@@ -15,5 +15,5 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
 - shm_segments: which process maps or opens which shared-memory segment
 - snapshot: everything above at one moment (``legroom.snapshot()``)
-- windows_gpu: GPU memory that Windows moved to RAM
+- windows_gpu_spill: GPU memory that Windows moved to RAM
 """

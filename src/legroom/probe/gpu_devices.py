@@ -22,7 +22,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
 from legroom.probe.process_and_limits import plain, process_at
 from legroom.probe.runtime_environment import in_initial_namespace
-from legroom.probe.windows_gpu import CounterSource, Spill, spill
+from legroom.probe.windows_gpu_spill import CounterSource, Spill, spill
 from legroom.records import Gpu, GpuProcess, Gpus, Pool
 
 _PCI = "/sys/bus/pci/devices"

@@ -11,7 +11,7 @@ from machines import GB, MB, healthy, with_pool
 from measured_data import cheap, dataset, waiting
 
 from legroom.advice.choose_tuned_settings import Step, TuneRequest, batch_seconds, choose
-from legroom.advice.explain_tuned_settings import changes, settle
+from legroom.advice.complete_and_explain_tuned_settings import changes, settle
 from legroom.errors import UsageError
 from legroom.records import Cpu, Gpu, Gpus, Machine, Measured, Transport
 

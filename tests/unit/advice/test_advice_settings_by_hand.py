@@ -7,7 +7,7 @@ from machines import healthy
 from measured_data import dataset
 
 from legroom.advice.choose_tuned_settings import TuneRequest, choose, climb
-from legroom.advice.explain_tuned_settings import settle
+from legroom.advice.complete_and_explain_tuned_settings import settle
 from legroom.errors import UsageError
 from legroom.records import CompleteLoaderSettings, LoaderSettings, Settings
 from legroom.records.loader_settings_and_flags import VARIABLE, from_environment, read_word, to_environment

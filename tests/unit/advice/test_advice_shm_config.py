@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB
 
-from legroom.advice.memory_need import need
+from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.shm_config import KINDS, emit
 from legroom.errors import UsageError
 from legroom.records import Workload

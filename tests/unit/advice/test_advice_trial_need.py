@@ -8,8 +8,8 @@ import pytest
 from machines import GB, MB, healthy, with_pool
 
 from legroom.advice.fit_on_machine import fit
-from legroom.advice.job_description import Batch, Demand, workload_of
-from legroom.advice.memory_need import (
+from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, workload_of
+from legroom.advice.memory_need_of_loaders_and_processes import (
     calibrated,
     collected,
     may_grow,

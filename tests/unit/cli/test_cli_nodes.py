@@ -13,7 +13,7 @@ import pytest
 
 from legroom.cli.main import run
 from legroom.integrations import ray_cluster
-from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
+from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
 
 URL = "s3://bucket/train.npy"
 DIED = NodeError("node-died", "the node died while it was loading", "", ("run it again",))

@@ -11,7 +11,7 @@ from format_samples import hf_downloaded, hf_saved, hf_stream, hf_table
 
 import legroom
 from legroom.errors import DamagedSource, LegroomError, MissingKey, NoRoom, UnsupportedData
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 
 pa = pytest.importorskip("pyarrow")

@@ -18,7 +18,7 @@ import legroom
 from legroom.cache import source_identity
 from legroom.errors import LegroomError, NoRoom, SourceChanged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Description
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 from legroom.formats.image_folder_reader import IMAGES, ImageFolderReader
 

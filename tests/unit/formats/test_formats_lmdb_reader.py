@@ -15,7 +15,7 @@ from lmdb_files import write_lmdb
 
 import legroom
 from legroom.errors import DamagedSource, NoRoom, SourceChanged, UnsupportedData
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 
 

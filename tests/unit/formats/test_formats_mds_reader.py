@@ -15,7 +15,7 @@ import pytest
 import legroom
 from legroom.errors import DamagedSource, LegroomError, MissingPackage, NoRoom, SourceChanged, UnsupportedData
 from legroom.formats import mds_reader
-from legroom.formats.decoding_memory import UNLIMITED, Allowed, DecodingMemory
+from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))

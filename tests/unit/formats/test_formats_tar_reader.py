@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import legroom
 from legroom.errors import DamagedSource, LegroomError, NoRoom, SourceChanged, UnknownFormat, UnsupportedData
 from legroom.formats import gather_byte_ranges
-from legroom.formats.decoding_memory import UNLIMITED, Allowed, DecodingMemory
+from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.tar_headers import regular_files

@@ -32,7 +32,7 @@ def test_estimate_by_category() -> None:
 
 def test_fake_and_real_trace_agree() -> None:
     from legroom.gpu.fake_tensor_trace import run_small_steps, trace_step
-    from legroom.gpu.training_step import default_loss
+    from legroom.gpu.model_call_loss_and_batch_split import default_loss
 
     model, batch = mlp(), torch.randn(64, 256)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from legroom.errors import DoesNotFit, UsageError
+from legroom.gpu.model_call_loss_and_batch_split import count_samples, split_batch
 from legroom.gpu.oom_retry import BatchNormWarning, is_oom, on_oom, release_frames
-from legroom.gpu.training_step import count_samples, split_batch
 
 torch = pytest.importorskip("torch")
 

@@ -14,7 +14,7 @@ from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
 from legroom.integrations import ray_cluster
 from legroom.integrations.ray_node_actor import signature
-from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
+from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
 from object_server import object_server
 
 ROWS = np.arange(3_000_000, dtype=np.float32)

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
-from legroom.loader import check_memory_fits
+from legroom.loader import legroom_check
 from legroom.loader.measure import dataloader_trial, memory_guard_script, start_memory_guard
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import contents_of
@@ -321,7 +321,7 @@ def test_a_trial_run_names_the_attribute_that_workers_copy(
     """With no time beyond the fewest batches, as on a busy machine, and with time for all of them."""
     for variable in ("LEGROOM_SHM", "LEGROOM_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setattr(check_memory_fits, "_TRIAL_S", seconds)
+    monkeypatch.setattr(legroom_check, "_TRIAL_S", seconds)
     found = legroom.check(
         _Boxes(kind), batch_size=batch_size, num_workers=1, start_method="fork", loader=loader, timeout=240
     )

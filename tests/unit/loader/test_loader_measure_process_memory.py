@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from legroom.advice.job_description import Demand
-from legroom.advice.memory_need import SPARE
-from legroom.loader import check_memory_fits, measure_process_memory
-from legroom.loader.check_memory_fits import with_bare_processes
+from legroom.advice.job_arguments_and_batch_bytes import Demand
+from legroom.advice.memory_need_of_loaders_and_processes import SPARE
+from legroom.loader import legroom_check, measure_process_memory
+from legroom.loader.legroom_check import with_bare_processes
 from legroom.loader.measure_process_memory import BareProcess, FreeMemory, bare_process
 
 MB = 1 << 20
@@ -22,14 +22,14 @@ FOUND = BareProcess(process=146 * MB, forked=11 * MB)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the command line: this process has not imported torch."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(check_memory_fits, "bare_process", lambda _: FOUND)
+    monkeypatch.setattr(legroom_check, "bare_process", lambda _: FOUND)
 
 
 @pytest.mark.parametrize(("method", "each"), [("fork", 11 * MB), ("spawn", 146 * MB), ("forkserver", 146 * MB)])
 def test_a_worker_that_is_not_forked_takes_as_much_as_a_process(
     method: str, each: int, elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_memory_fits, "default_start_method", lambda: method)
+    monkeypatch.setattr(legroom_check, "default_start_method", lambda: method)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert (found.worker_ram, found.process_ram) == (each, 146 * MB)
     assert method in found.worker_ram_source and "imported torch" in found.process_ram_source
@@ -40,7 +40,7 @@ def test_what_was_given_of_the_process_stays(elsewhere: None) -> None:
 
 
 def test_what_could_not_be_measured_is_not_counted(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_memory_fits, "bare_process", lambda _: BareProcess())
+    monkeypatch.setattr(legroom_check, "bare_process", lambda _: BareProcess())
     assert with_bare_processes(Demand(num_workers=4), 1.0) == Demand(num_workers=4)
 
 
@@ -51,7 +51,7 @@ def test_a_process_that_had_to_be_stopped_is_more_than_is_free(
     monkeypatch.setattr(measure_process_memory, "free_memory_now", lambda: next(rooms))
     stopped = bare_process.__wrapped__(60.0)
     assert stopped == BareProcess(process=60 * MB - SPARE + 1, stopped=True)
-    monkeypatch.setattr(check_memory_fits, "bare_process", lambda _: stopped)
+    monkeypatch.setattr(legroom_check, "bare_process", lambda _: stopped)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert found.process_ram is not None and found.process_ram > 60 * MB
     assert "was stopped" in found.process_ram_source
@@ -59,8 +59,8 @@ def test_a_process_that_had_to_be_stopped_is_more_than_is_free(
 
 def test_the_training_process_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr(check_memory_fits, "default_start_method", lambda: "fork")
-    monkeypatch.setattr(check_memory_fits, "idle_worker", lambda: 12 * MB)
+    monkeypatch.setattr(legroom_check, "default_start_method", lambda: "fork")
+    monkeypatch.setattr(legroom_check, "idle_worker", lambda: 12 * MB)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert found.worker_ram == 12 * MB and found.process_ram is None
     assert "this process" in found.worker_ram_source
@@ -71,8 +71,8 @@ def test_check_shows_the_figure_and_where_it_was_measured(
 ) -> None:
     from legroom.cli.main import run
 
-    monkeypatch.setattr(check_memory_fits, "default_start_method", lambda: "fork")
-    monkeypatch.setattr(check_memory_fits, "_tried", lambda *_, **__: None)  # as without torch
+    monkeypatch.setattr(legroom_check, "default_start_method", lambda: "fork")
+    monkeypatch.setattr(legroom_check, "_tried", lambda *_, **__: None)  # as without torch
     run(["check", "--batch", "4", "--sample-bytes", "1KB", "--workers", "3", "--json"])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     terms = {term["source"]: term for term in report["terms"] if "measured" in term["source"]}
@@ -87,8 +87,8 @@ def test_another_machine_is_not_measured_here(monkeypatch: pytest.MonkeyPatch) -
 
     from legroom.probe.host_files_and_syscalls import Host
 
-    monkeypatch.setattr(check_memory_fits, "with_bare_processes", lambda *_: pytest.fail("measured"))
-    plan = check_memory_fits.check(batch_size=4, num_workers=2, sample_bytes=1, host=Host.at(TREES / "docker-v2"))
+    monkeypatch.setattr(legroom_check, "with_bare_processes", lambda *_: pytest.fail("measured"))
+    plan = legroom_check.check(batch_size=4, num_workers=2, sample_bytes=1, host=Host.at(TREES / "docker-v2"))
     assert any("worker processes was not measured" in note for note in plan.notes)
 
 

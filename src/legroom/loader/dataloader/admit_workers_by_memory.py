@@ -23,7 +23,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from legroom.advice.memory_need import SPARE, Each, fits, least, most_samples, most_workers, spare
+from legroom.advice.memory_need_of_loaders_and_processes import (
+    SPARE,
+    Each,
+    fits,
+    least,
+    most_samples,
+    most_workers,
+    spare,
+)
 from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader.worker_process import (

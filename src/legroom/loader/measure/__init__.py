@@ -6,7 +6,7 @@
     measure_dataset_in_child   the same in a child process that may crash
     dataloader_throughput      throughput of a DataLoader, cost of sending a batch, time of a training step
     dataloader_trial           in a child: a DataLoader with given settings, for its peak memory
-    gc_in_forked_workers       garbage collections in its processes, which copy memory that they share
+    trial_garbage_collections  garbage collections in its processes, which copy memory that they share
     start_dataloader_trial     starts the trial under the guard and reads its result
     batch_reproducibility      makes batches twice in different processes, for check --share
     start_memory_guard         runs any child process under the memory guard, and reads how it ended

@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from legroom.loader.measure.gc_in_forked_workers import ForkedCollections
+    from legroom.loader.measure.trial_garbage_collections import ForkedCollections
     from legroom.probe.copy_on_write import CopiedMemory
 
 _STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
@@ -204,7 +204,7 @@ def _collections(workers: int, method: str | None, caller: bool) -> ForkedCollec
 
     if not workers or (method or get_start_method()) != "fork" or not gc.isenabled():
         return None
-    from legroom.loader.measure.gc_in_forked_workers import ForkedCollections
+    from legroom.loader.measure.trial_garbage_collections import ForkedCollections
 
     collections = ForkedCollections(caller=caller)
     collections.postpone()

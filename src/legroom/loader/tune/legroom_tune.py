@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from legroom.advice.choose_tuned_settings import Climbed, Step, TuneRequest, choose, climb
 from legroom.advice.choose_tuned_settings import preset as named_preset
-from legroom.advice.explain_tuned_settings import changes, settle
+from legroom.advice.complete_and_explain_tuned_settings import changes, settle
 from legroom.advice.fit_on_machine import per_rank
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.dataloader_throughput import run_loader_in_child, time_step

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from legroom.advice.memory_need import SPARE
+from legroom.advice.memory_need_of_loaders_and_processes import SPARE
 from legroom.errors import BudgetTooSmall, LegroomError, ProducerFailed
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles

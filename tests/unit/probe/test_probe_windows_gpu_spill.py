@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.windows_gpu import (
+from legroom.probe.windows_gpu_spill import (
     ADAPTER_COUNTER,
     PROCESS_COUNTER,
     CounterError,

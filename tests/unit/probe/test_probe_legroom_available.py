@@ -12,7 +12,7 @@ from fake_host import NAMES, FakeHost, mount, tree
 
 import legroom
 from legroom.errors import UsageError
-from legroom.probe.available_memory import available_on
+from legroom.probe.legroom_available import available_on
 from legroom.probe.memory import free_memory
 
 GB = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.leak.append_statements import fill_lines, lines_for, passing_lines
+from legroom.leak.lines_that_fill_containers import fill_lines, lines_for, passing_lines
 
 SOURCE = """\
 history = []

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom
-from legroom.formats import decoding_memory as memory_module
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.formats import decoding_memory_budget as memory_module
+from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 
 MB = 1 << 20

@@ -1,4 +1,4 @@
-"""The description of a job: DataLoader settings, ranks, and the bytes per batch of a data file.
+"""The arguments of a job: DataLoader settings, ranks, model; and the bytes per batch, given or of a data file.
 
 Invalid values are refused here, once for the command line and for Python.
 """

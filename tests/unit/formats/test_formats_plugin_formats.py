@@ -19,7 +19,7 @@ import legroom
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, FormatPluginFailed, UnknownFormat, UnreadableSource
 from legroom.formats.detect import FORMATS, open_source
-from legroom.formats.format_registry import GROUP
+from legroom.formats.plugin_formats import GROUP
 
 READER = """
 import numpy as np

@@ -9,7 +9,7 @@ import pytest
 
 _HEAD = """
 import gc, os
-from legroom.loader.measure.gc_in_forked_workers import ForkedCollections, young_until_full
+from legroom.loader.measure.trial_garbage_collections import ForkedCollections, young_until_full
 
 def ran():
     return sum(of["collections"] for of in gc.get_stats())

@@ -20,7 +20,7 @@ from legroom.advice.choose_tuned_settings import (
     plan_of,
     workload,
 )
-from legroom.advice.memory_need import need
+from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.messages import joined, phrase, say
 from legroom.records import CompleteLoaderSettings, Lever, Machine, Measured, Need, Plan, Settings
 from legroom.units import format_size

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from machines import MB
 
-from legroom.advice.job_description import Batch, Demand, batch_of, data_rows, host_model, loaders_of, workload_of
+from legroom.advice.job_arguments_and_batch_bytes import (
+    Batch,
+    Demand,
+    batch_of,
+    data_rows,
+    host_model,
+    loaders_of,
+    workload_of,
+)
 from legroom.errors import UnsupportedData, UsageError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from legroom.advice.job_description import Batch, Demand, loaders_of, workload_of
+from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, loaders_of, workload_of
 from legroom.messages import counted, phrase, say
 from legroom.records import LoaderTrial, Machine, Need, PlannedLoader, Term, Workload
 from legroom.units import format_size

@@ -27,7 +27,7 @@ from legroom.formats.base_reader import (
     Slab,
     TableSpec,
 )
-from legroom.formats.decoding_memory import DecodingMemory
+from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import unreadable
 from legroom.formats.fill_arrays import Progress
 from legroom.messages import say

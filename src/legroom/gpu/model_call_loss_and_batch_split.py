@@ -1,4 +1,4 @@
-"""A user's training step: check model and optimizer, call the model on a batch, count and split the batch.
+"""Parts of a training step: check model and optimizer, call arguments, default loss, count and split a batch.
 
 Errors that model, loss or optimizer raise become a UsageError with the cause.
 """
