@@ -39,6 +39,13 @@ def _directives() -> list[str]:
     return re.findall(r"^::: (\S+)$", REFERENCE, re.M)
 
 
+def test_every_link_to_the_reference_has_its_entry_there() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    links, entries = set(re.findall(r"\]\[(legroom\.[\w.]+)\]", text)), _directives()
+    assert links
+    assert [link for link in links if not any(link == one or link.startswith(f"{one}.") for one in entries)] == []
+
+
 @pytest.mark.parametrize("path", _directives())
 def test_every_directive_names_something(path: str) -> None:
     """Without importing: the modules' own text has it, whatever is installed."""
