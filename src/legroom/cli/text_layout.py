@@ -12,7 +12,7 @@ import click
 
 from legroom.messages import cells, cut, fill, say, step_indent, step_label
 from legroom.records import Finding, Pool, Severity
-from legroom.records.machine import heading
+from legroom.records.finding_and_alarm import heading
 from legroom.units import format_size
 
 _COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from legroom.messages import cells, counted, cut, fill, listed, phrase, say
 from legroom.monitor.history_and_trend import History
 from legroom.records import GpuCopyRow, GroupRow, Moment, Pool, ProcessRow, Sample, TrainerRow
-from legroom.records.machine import heading
+from legroom.records.finding_and_alarm import heading
 from legroom.units import format_duration, format_size
 
 

@@ -1,6 +1,7 @@
 """Frozen records: the only data that is passed between layers.
 
-- machine: the machine at one moment: memory pools, limits, processes, GPUs; findings and alarms
+- machine: the machine at one moment: memory pools, limits, processes, GPUs
+- finding_and_alarm: a finding about the machine or a job, an alarm of `legroom watch`
 - workload: what a job does and takes: loaders, needs, plans, measurements; a running job
 - loader_settings_and_flags: DataLoader settings under torch's names, from the environment or a script's command line
 - chosen_settings: settings chosen for a job, with reasons and overrides
@@ -17,76 +18,83 @@ figure.
 
 from __future__ import annotations
 
-from legroom.records.cache_entry import (
-    Entry,
-    EntryArray,
-    EntryTable,
-    EntryUser,
-    Reaped,
-    Shortfall,
-    StoreRoom,
-    Verification,
-)
-from legroom.records.chosen_settings import Lever, Settings
-from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
-from legroom.records.machine import (
-    Alarm,
-    AlarmLevel,
-    Available,
-    CgroupLevel,
-    Cpu,
-    Disk,
-    Finding,
-    Gpu,
-    GpuProcess,
-    Gpus,
-    Leftover,
-    Limits,
-    Machine,
-    Memory,
-    MemoryEvents,
-    Pool,
-    Pressure,
-    Process,
-    RuntimeEnvironment,
-    RuntimeKind,
-    Severity,
-    Shm,
-    Swap,
-    Temporary,
-)
-from legroom.records.watch_sample import (
-    AlarmSpan,
-    Annotations,
-    EntryRow,
-    GpuCopyRow,
-    GroupRow,
-    GrowthRow,
-    Mark,
-    Moment,
-    PoolPoint,
-    ProcessRow,
-    ProcessSteps,
-    Sample,
-    TrainerRow,
-)
-from legroom.records.workload import (
-    CopiedAttribute,
-    Fit,
-    Job,
-    LoaderTrial,
-    Measured,
-    Need,
-    Plan,
-    PlannedLoader,
-    PlanRow,
-    Problem,
-    Sharing,
-    ShmSizes,
-    Term,
-    Transport,
-    Workload,
-)
+import pkgutil
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legroom.records.cache_entry import (
+        Entry,
+        EntryArray,
+        EntryTable,
+        EntryUser,
+        Reaped,
+        Shortfall,
+        StoreRoom,
+        Verification,
+    )
+    from legroom.records.chosen_settings import Lever, Settings
+    from legroom.records.finding_and_alarm import Alarm, AlarmLevel, Finding, Severity
+    from legroom.records.loader_settings_and_flags import (
+        CompleteLoaderSettings,
+        LoaderKind,
+        LoaderSettings,
+        SafeSettings,
+    )
+    from legroom.records.machine import (
+        Available,
+        CgroupLevel,
+        Cpu,
+        Disk,
+        Gpu,
+        GpuProcess,
+        Gpus,
+        Leftover,
+        Limits,
+        Machine,
+        Memory,
+        MemoryEvents,
+        Pool,
+        Pressure,
+        Process,
+        RuntimeEnvironment,
+        RuntimeKind,
+        Shm,
+        Swap,
+        Temporary,
+    )
+    from legroom.records.watch_sample import (
+        AlarmSpan,
+        Annotations,
+        EntryRow,
+        GpuCopyRow,
+        GroupRow,
+        GrowthRow,
+        Mark,
+        Moment,
+        PoolPoint,
+        ProcessRow,
+        ProcessSteps,
+        Sample,
+        TrainerRow,
+    )
+    from legroom.records.workload import (
+        CopiedAttribute,
+        Fit,
+        Job,
+        LoaderTrial,
+        Measured,
+        Need,
+        Plan,
+        PlannedLoader,
+        PlanRow,
+        Problem,
+        Sharing,
+        ShmSizes,
+        Term,
+        Transport,
+        Workload,
+    )
 
 __all__ = [
     "Alarm",
@@ -156,3 +164,13 @@ __all__ = [
     "Verification",
     "Workload",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # For users. Legroom itself imports from the modules: making the classes of all takes 40 ms.
+    if name in __all__:
+        for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+            if hasattr(found := import_module(module.name), name):
+                globals()[name] = getattr(found, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from legroom.messages import say
+from legroom.records.finding_and_alarm import Alarm
 from legroom.records.loader_settings_and_flags import LoaderSettings
-from legroom.records.machine import Alarm
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_size
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from legroom.records.machine import Alarm, AlarmLevel, MemoryEvents, Pool, Pressure
+from legroom.records.finding_and_alarm import Alarm, AlarmLevel
+from legroom.records.machine import MemoryEvents, Pool, Pressure
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from legroom.messages import say
+from legroom.records.finding_and_alarm import Finding
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
-from legroom.records.machine import Finding, Machine, Process
+from legroom.records.machine import Machine, Process
 
 if TYPE_CHECKING:
     from legroom.records.chosen_settings import Settings  # which holds a Plan
