@@ -49,10 +49,15 @@ def find_command(word: str) -> str:
     if found is not None:
         return found
     if os.path.exists(word):
-        why = say("it is a directory") if os.path.isdir(word) else say("it is not executable")
+        if os.path.isdir(word):
+            raise CommandNotRunnable(
+                say("cannot run {word}", word=word),
+                why=say("it is a directory"),
+                fix=(say("name the program or script in it that you want to run"),),
+            )
         raise CommandNotRunnable(
             say("cannot run {word}", word=word),
-            why=why,
+            why=say("it is not executable"),
             fix=(
                 say(
                     "make it executable with chmod +x, or name its interpreter:\nlegroom run -- python {word} …",
