@@ -405,6 +405,7 @@ def within_limits(asked: CommandSettings, limits: LoaderSettings, asked_then: Lo
 
     ``limits`` are the settings that an earlier run had to lower, with the values that worked; ``asked_then`` is what
     that run was asked for. A batch smaller than the one of that run may fit with more workers: it starts as given.
+    So does a batch that would fall below half of its limit, as 11 does with a limit of 8: whether it fits is unknown.
     """
     batch_then = limits.batch_size or asked_then.batch_size
     if asked.batch_size is not None and batch_then is not None and asked.batch_size < batch_then:
@@ -412,7 +413,8 @@ def within_limits(asked: CommandSettings, limits: LoaderSettings, asked_then: Lo
     changes: dict[str, Any] = {}
     if limits.batch_size is not None and asked.batch_size is not None and asked.batch_size > limits.batch_size:
         smaller = _smaller_batch(asked, limits.batch_size)
-        changes = {} if smaller is None else smaller.given()
+        if smaller is not None and smaller.batch_size is not None and 2 * smaller.batch_size >= limits.batch_size:
+            changes = smaller.given()
     least = {"num_workers": 1 if asked.needs_worker else 0, "prefetch_factor": 1}
     for name in least if asked.num_workers != 0 else ():
         limit, now, then = (getattr(one, name) for one in (limits, asked, asked_then))
