@@ -161,9 +161,11 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     if options["gpu_limit"] is not None and not machine.gpus.cards:
         print_line(say("--gpu-limit has no effect here: {why}", why=machine.gpus.reason or say("no GPU found")))
     if options["checkpoint"] and not options["retries"]:
-        print_line(say("--checkpoint without --retries: the disk of the checkpoints is monitored, nothing is resumed"))
+        print_line(
+            say("--checkpoint without --retries only monitors the disk of the checkpoints; the job is not restarted")
+        )
     if options["flags"] and not options["retries"]:
-        print_line(say("--flag without --retries: the settings appear in the report, none is changed"))
+        print_line(say("--flag without --retries changes no setting; it only adds settings to the report"))
     with ExitStack() as stack:
         if options["leak"]:
             records = stack.enter_context(records_directory(None))

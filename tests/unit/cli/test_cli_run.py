@@ -158,7 +158,10 @@ def test_an_option_that_needs_retries_is_refused_or_its_effect_is_printed(tmp_pa
         done = _run(*words, "--", "touch", "started", folder=tmp_path)
         needed = b"needs --retries" if words[-1] != "--resume" else b"--resume-flag needs --retries"
         assert done.returncode == 2 and needed in done.stderr and not (tmp_path / "started").exists()
-    for words, message in ((checkpoint, b"nothing is resumed"), (("--flag", "batch=--bs"), b"none is changed")):
+    for words, message in (
+        (checkpoint, b"--checkpoint without --retries only"),
+        (("--flag", "batch=--bs"), b"--flag without --retries changes no"),
+    ):
         done = _run(*words, "--", "true", folder=tmp_path)
         assert done.returncode == 0 and message in done.stderr
         assert message not in _run("--retries", "1", *words, "--", "true", folder=tmp_path).stderr
