@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -359,7 +360,7 @@ ACCUM16 = ("accumulation=--acc=16",)
     ],
 )  # fmt: skip
 def test_limits_of_an_earlier_run(
-    command: str, flags: tuple[str, ...], limits: dict[str, int], then: dict[str, int], wanted: dict[str, int]
+    command: str, flags: tuple[str, ...], limits: dict[str, Any], then: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     named = [parse_named(flag) for flag in flags]
     asked = command_settings(["python", "t.py", *command.split()], named)
