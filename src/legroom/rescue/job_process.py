@@ -65,6 +65,12 @@ def find_command(word: str) -> str:
                 ),
             ),
         )
+    if len(words := word.split()) > 1 and shutil.which(words[0]) is not None:
+        raise CommandNotFound(
+            say("command not found: {word}", word=word),
+            why=say("the whole command is one quoted word"),
+            fix=(say("remove the quotes:\nlegroom run -- {command}", command=word),),
+        )
     raise CommandNotFound(
         say("command not found: {word}", word=word),
         why=say("it is not a file and not in any directory of PATH"),

@@ -432,6 +432,20 @@ def within_limits(asked: CommandSettings, limits: LoaderSettings, asked_then: Lo
     return LoaderSettings(**changes)
 
 
+def lowered_in_environment(given: LoaderSettings, lowered: LoaderSettings) -> LoaderSettings:
+    """LEGROOM_SETTINGS for an attempt: the user's with what a restart lowered; no value and no effective batch rises.
+
+    A batch in LEGROOM_SETTINGS stays: a restart lowers the batch of the command line, which can be another one.
+    """
+    changes = lowered.given()
+    if given.batch_size is not None or given.accumulation is not None:
+        changes = {name: value for name, value in changes.items() if name not in ("batch_size", "accumulation")}
+    for name in ("num_workers", "prefetch_factor"):
+        if name in changes and getattr(given, name) is not None:
+            changes[name] = min(changes[name], getattr(given, name))
+    return given.changed(LoaderSettings(**changes))
+
+
 def describe_changes(asked: CommandSettings, changes: LoaderSettings) -> str:
     """The changes in one line: ``num_workers 4 → 0, batch_size 16 → 8, accumulation 1 → 2: …``."""
     shown = []

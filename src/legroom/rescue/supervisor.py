@@ -37,6 +37,7 @@ from legroom.rescue.retry_settings import (
     command_settings,
     describe_changes,
     find_flags,
+    lowered_in_environment,
     next_step,
     settings_without,
     step_without,
@@ -148,7 +149,7 @@ class Supervisor:
     def _environment(self) -> dict[str, str]:
         environment = dict(self.options.environment)
         if self.lowered.given():
-            environment[VARIABLE] = to_environment(from_environment(environment).changed(self.lowered))
+            environment[VARIABLE] = to_environment(lowered_in_environment(from_environment(environment), self.lowered))
         if self.lowered.loader_kind is not None:
             environment = with_loader(environment)
         return environment

@@ -80,6 +80,8 @@ def test_json_has_stdout_to_itself(tmp_path: Path) -> None:
 def test_a_command_that_is_not_there_or_not_runnable(tmp_path: Path) -> None:
     done = _run("--", "no-such-command-anywhere", folder=tmp_path)
     assert done.returncode == 127 and b"command not found: no-such-command-anywhere" in done.stderr
+    done = _run("--", "sh -c true", folder=tmp_path)
+    assert done.returncode == 127 and b"one quoted word" in done.stderr and b" legroom run -- sh -c true\n" in done.stderr
     (tmp_path / "plain.txt").write_text("x")
     done = _run("--", "./plain.txt", folder=tmp_path)
     assert done.returncode == 126 and b"it is not executable" in done.stderr and b"chmod +x" in done.stderr
@@ -286,6 +288,10 @@ def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path:
     assert done.stdout.decode().splitlines()[-1] == "{'num_workers': 0, 'prefetch_factor': 1, 'low_memory': True}"
     told = " ".join(done.stderr.decode().split())
     assert "num_workers 0 (only in LEGROOM_SETTINGS, which the script may not read)" in told
+    again = _run("--retries", "3", "--", sys.executable, _script(tmp_path, text), folder=tmp_path)
+    assert again.stdout.splitlines() == done.stdout.splitlines()[-1:]
+    broken = _run("--", "true", folder=tmp_path, LEGROOM_SETTINGS="no JSON")
+    assert broken.returncode == 0, "read only for a restart"
 
 
 @pytest.mark.load_sensitive(reason="a worker that lives for three seconds is sampled as often as the machine allows")

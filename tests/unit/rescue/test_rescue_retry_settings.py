@@ -18,6 +18,7 @@ from legroom.rescue.retry_settings import (
     NamedFlag,
     command_settings,
     describe_changes,
+    lowered_in_environment,
     next_step,
     parse_named,
     settings_without,
@@ -438,3 +439,20 @@ def test_a_named_switch_that_turns_pinning_off_is_off() -> None:
     named = (NamedFlag("pin_memory", "--no-pin"),)
     assert command_settings(["t.py", "--no-pin"], named).pin_memory is False
     assert next_step(_v("pinned-exhausted"), command_settings(["t.py", "--no-pin"], named)).stop
+
+
+@pytest.mark.parametrize(
+    ("given", "lowered", "wanted"),
+    [
+        ({}, {"num_workers": 2}, {"num_workers": 2}),
+        ({"threads": 3}, {**B8, "num_workers": 2}, {**B8, "num_workers": 2, "threads": 3}),
+        ({"num_workers": 1, "prefetch_factor": 4}, {"num_workers": 2, "prefetch_factor": 1}, {"num_workers": 1, "prefetch_factor": 1}),
+        ({"batch_size": 4}, B8, {"batch_size": 4}),
+        ({"accumulation": 4}, B8, {"accumulation": 4}),
+        ({"pin_memory": True}, {"pin_memory": False, "low_memory": True}, {"pin_memory": False, "low_memory": True}),
+    ],
+)  # fmt: skip
+def test_settings_that_the_user_put_into_the_environment_do_not_rise(
+    given: dict[str, Any], lowered: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    assert lowered_in_environment(LoaderSettings(**given), LoaderSettings(**lowered)).given() == wanted
