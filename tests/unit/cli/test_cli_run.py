@@ -81,7 +81,9 @@ def test_a_command_that_is_not_there_or_not_runnable(tmp_path: Path) -> None:
     done = _run("--", "no-such-command-anywhere", folder=tmp_path)
     assert done.returncode == 127 and b"command not found: no-such-command-anywhere" in done.stderr
     done = _run("--", "sh -c true", folder=tmp_path)
-    assert done.returncode == 127 and b"one quoted word" in done.stderr and b" legroom run -- sh -c true\n" in done.stderr
+    assert (
+        done.returncode == 127 and b"one quoted word" in done.stderr and b" legroom run -- sh -c true\n" in done.stderr
+    )
     (tmp_path / "plain.txt").write_text("x")
     done = _run("--", "./plain.txt", folder=tmp_path)
     assert done.returncode == 126 and b"it is not executable" in done.stderr and b"chmod +x" in done.stderr
