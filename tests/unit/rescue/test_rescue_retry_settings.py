@@ -340,6 +340,8 @@ ACCUM16 = ("accumulation=--acc=16",)
         ("--num_workers 2", (), {"num_workers": 2}, {"num_workers": 8}, {}),
         ("--num_workers 3", (), {"num_workers": 2}, {"num_workers": 8}, {"num_workers": 2}),
         ("--num_workers auto", (), W0, {"num_workers": 8}, {}),
+        ("--num_workers auto", (), W0, {}, {}),  # not a number then, not a number now: it cannot be changed
+        ("--epochs 3", (), {**W0, "pin_memory": False, "low_memory": True}, {}, {}),  # no flag to change
         ("--num_workers 2 --persistent_workers", (), W0, {"num_workers": 8}, {"num_workers": 1}),
         ("--num_workers 1 --persistent_workers", (), W0, {"num_workers": 8}, {}),
         ("--epochs 3", ("workers=--nw",), W0, {}, {"num_workers": 0}),  # not given then, not given now
