@@ -43,7 +43,8 @@ from legroom.messages import listed, say
 @click.option(
     "--checkpoint",
     metavar="PATTERN",
-    help="Checkpoint files as a glob pattern: 'ckpt/*.pt' (with --resume-flag and --retries).",
+    help="Checkpoint files as a glob pattern: 'ckpt/*.pt' (with --resume-flag and --retries). Without --retries, only "
+    "the disk that holds them is monitored.",
 )
 @click.option(
     "--resume-flag",
@@ -87,7 +88,7 @@ from legroom.messages import listed, say
 @click.option(
     "--leak", is_flag=True, help="Print at the end which lines of Python code make memory grow (see legroom leak)."
 )
-@click.option("--fresh", is_flag=True, help="Ignore the settings that worked in an earlier run (with --retries).")
+@click.option("--fresh", is_flag=True, help="Ignore the settings that an earlier run needed (with --retries).")
 @click.option(
     "--report",
     metavar="FILE",
@@ -133,6 +134,10 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         raise click.UsageError(say("--resume-flag needs --checkpoint"))
     if options["resume_existing"] and not options["checkpoint"]:
         raise click.UsageError(say("--resume-existing needs --checkpoint"))
+    if not options["retries"]:
+        for name in ("resume_flag", "resume_existing", "fresh"):
+            if options[name]:
+                raise click.UsageError(say("{option} needs --retries", option="--" + name.replace("_", "-")))
     run_options = RunOptions(
         command=words,
         retries=options["retries"],
@@ -155,6 +160,12 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             print_line(say("{code}: {message}", code=finding.code, message=finding.message))
     if options["gpu_limit"] is not None and not machine.gpus.cards:
         print_line(say("--gpu-limit has no effect here: {why}", why=machine.gpus.reason or say("no GPU found")))
+    if options["checkpoint"] and not options["retries"]:
+        print_line(
+            say("--checkpoint without --retries only monitors the disk of the checkpoints; the job is not restarted")
+        )
+    if options["flags"] and not options["retries"]:
+        print_line(say("--flag without --retries changes no setting; it only adds settings to the report"))
     with ExitStack() as stack:
         if options["leak"]:
             records = stack.enter_context(records_directory(None))

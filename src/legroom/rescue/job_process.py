@@ -49,16 +49,27 @@ def find_command(word: str) -> str:
     if found is not None:
         return found
     if os.path.exists(word):
-        why = say("it is a directory") if os.path.isdir(word) else say("it is not executable")
+        if os.path.isdir(word):
+            raise CommandNotRunnable(
+                say("cannot run {word}", word=word),
+                why=say("it is a directory"),
+                fix=(say("name the program or script in it that you want to run"),),
+            )
         raise CommandNotRunnable(
             say("cannot run {word}", word=word),
-            why=why,
+            why=say("it is not executable"),
             fix=(
                 say(
                     "make it executable with chmod +x, or name its interpreter:\nlegroom run -- python {word} …",
                     word=word,
                 ),
             ),
+        )
+    if len(words := word.split()) > 1 and shutil.which(words[0]) is not None:
+        raise CommandNotFound(
+            say("command not found: {word}", word=word),
+            why=say("the whole command is one quoted word"),
+            fix=(say("remove the quotes:\nlegroom run -- {command}", command=word),),
         )
     raise CommandNotFound(
         say("command not found: {word}", word=word),

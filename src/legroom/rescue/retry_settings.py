@@ -12,6 +12,8 @@ GPU speed. Each step changes one thing, so that the report shows which change he
 Settings that cannot help are not changed: workers use no GPU memory. If the training process itself was OOM-killed
 or failed to allocate, prefetch and workers come last. torch refuses no combination: prefetch_factor and
 persistent_workers need a worker. The loader is replaced only after shm-full, when no setting is left.
+
+`within_limits` derives the settings of a later run from what an earlier run of the same command had to lower.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from legroom.records.loader_settings_and_flags import ALIASES, Flag, training_fl
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")
 SHORT_NAMES = {full: short for short, full in ALIASES.items()}  # of `--flag`, and in JSON
+_SWITCHES = ("pin_memory", "low_memory")
 _WHOLE = re.compile(r"(?:global|total)[-_]?batch", re.I)
 
 
@@ -80,9 +83,11 @@ def find_flags(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> dict[
 
 def _find_named(command: Sequence[str], named: NamedFlag) -> Flag:
     for at in range(len(command) - 1, 0, -1):
-        word = command[at]
-        if word == named.spelling and at + 1 < len(command):
-            return Flag(named.spelling, command[at + 1], at)
+        word, following = command[at], command[at + 1] if at + 1 < len(command) else None
+        if word == named.spelling and named.setting in _SWITCHES and _truth(following or "") is None:
+            return Flag(named.spelling, "false" if re.match(r"-*no[-_]", word) else "true", at)  # it has no value
+        if word == named.spelling and following is not None:
+            return Flag(named.spelling, following, at)
         if word.startswith(named.spelling + "="):
             return Flag(named.spelling, word[len(named.spelling) + 1 :], at)
     return Flag(named.spelling, named.value or "", -1)
@@ -356,31 +361,105 @@ def _replace_loader(settings: CommandSettings) -> RetryStep | None:
 
 
 def _lower_batch(settings: CommandSettings) -> RetryStep | None:
-    """Divide the micro-batch by its smallest divisor and multiply accumulation by it."""
+    if settings.batch_size is None:
+        return None
+    changes = _smaller_batch(settings, settings.batch_size - 1)
+    return None if changes is None else RetryStep(_batch_change(settings, changes), changes)
+
+
+def _smaller_batch(settings: CommandSettings, most: int) -> LoaderSettings | None:
+    """Divide the micro-batch by its smallest divisor that brings it to ``most``; multiply accumulation by it."""
     batch = settings.batch_size
-    if "batch_size" not in settings.changeable or batch is None or batch < 2:
+    if "batch_size" not in settings.changeable or batch is None:
         return None
     if "accumulation" not in settings.changeable and not settings.derives_accumulation:
         return None
     ranks = settings.ranks or 1
     divisible = settings.batch_is_global and batch % ranks == 0
     share = batch // ranks if divisible else batch
-    if share < 2:
+    factors = (number for number in range(2, share + 1) if share % number == 0 and batch // number <= most)
+    factor = next(factors, None)
+    if factor is None:
         return None
-    factor = next(number for number in range(2, share + 1) if share % number == 0)
-    new = batch // factor
     if settings.derives_accumulation:
-        why = say("batch_size {old} → {new}: the script keeps the effective batch itself", old=batch, new=new)
-        return _step(why, batch_size=new)
+        return LoaderSettings(batch_size=batch // factor)
+    return LoaderSettings(batch_size=batch // factor, accumulation=(settings.accumulation or 1) * factor)
+
+
+def _batch_change(settings: CommandSettings, changes: LoaderSettings) -> str:
+    batch, new = settings.batch_size, changes.batch_size
+    if changes.accumulation is None or batch is None:
+        return say("batch_size {old} → {new}: the script keeps the effective batch itself", old=batch, new=new)
     old_steps = settings.accumulation or 1
-    steps = old_steps * factor
     why = say(
         "batch_size {old} → {new}, accumulation {old_steps} → {steps}: the effective batch stays {whole}",
-        old=batch, new=new, old_steps=old_steps, steps=steps, whole=batch * old_steps,
+        old=batch, new=new, old_steps=old_steps, steps=changes.accumulation, whole=batch * old_steps,
     )  # fmt: skip
     if settings.accumulation is None:
         why = say("{why} (accumulation was not given; assuming 1)", why=why)
-    return _step(why, batch_size=new, accumulation=steps)
+    return why
+
+
+def within_limits(asked: CommandSettings, limits: LoaderSettings, asked_then: LoaderSettings) -> LoaderSettings:
+    """What to change in the settings asked for now: no value rises, and the effective batch is the one asked for now.
+
+    ``limits`` are the settings that an earlier run had to lower, with the values that worked; ``asked_then`` is what
+    that run was asked for. A batch smaller than the one of that run may fit with more workers: it starts as given.
+    So does a batch that would fall below half of its limit, as 11 does with a limit of 8: whether it fits is unknown.
+    """
+    batch_then = limits.batch_size or asked_then.batch_size
+    if asked.batch_size is not None and batch_then is not None and asked.batch_size < batch_then:
+        return LoaderSettings()
+    changes: dict[str, Any] = {}
+    if limits.batch_size is not None and asked.batch_size is not None and asked.batch_size > limits.batch_size:
+        smaller = _smaller_batch(asked, limits.batch_size)
+        if smaller is not None and smaller.batch_size is not None and 2 * smaller.batch_size >= limits.batch_size:
+            changes = smaller.given()
+    least = {"num_workers": 1 if asked.needs_worker else 0, "prefetch_factor": 1}
+    for name in least if asked.num_workers != 0 else ():
+        limit, now, then = (getattr(one, name) for one in (limits, asked, asked_then))
+        if limit is None or name not in asked.changeable:
+            continue
+        limit = max(limit, least[name])
+        # Not given, the script's default counts. It is unknown, but the limit is below it if it was not given then.
+        if then is None if now is None else limit < now:
+            changes[name] = limit
+    for name, lower in (("pin_memory", False), ("low_memory", True)):
+        if getattr(limits, name) is lower and name in asked.changeable and getattr(asked, name) is not lower:
+            changes[name] = lower
+    if limits.loader_kind == "legroom" and asked.replaces_loader:
+        changes["loader_kind"] = "legroom"
+    return LoaderSettings(**changes)
+
+
+def lowered_in_environment(given: LoaderSettings, lowered: LoaderSettings) -> LoaderSettings:
+    """LEGROOM_SETTINGS for an attempt: the user's with what a restart lowered; no value and no effective batch rises.
+
+    A batch in LEGROOM_SETTINGS stays: a restart lowers the batch of the command line, which can be another one.
+    """
+    changes = lowered.given()
+    if given.batch_size is not None or given.accumulation is not None:
+        changes = {name: value for name, value in changes.items() if name not in ("batch_size", "accumulation")}
+    for name in ("num_workers", "prefetch_factor"):
+        if name in changes and getattr(given, name) is not None:
+            changes[name] = min(changes[name], getattr(given, name))
+    return given.changed(LoaderSettings(**changes))
+
+
+def describe_changes(asked: CommandSettings, changes: LoaderSettings) -> str:
+    """The changes in one line: ``num_workers 4 → 0, batch_size 16 → 8, accumulation 1 → 2: …``."""
+    shown = []
+    for name, value in changes.given().items():
+        old = getattr(asked, name)
+        if name == "loader_kind":
+            shown.append(f"loader {value}")
+        elif name in _SWITCHES:
+            shown.append(f"{name} {say('on') if value else say('off')}")
+        elif name not in ("batch_size", "accumulation"):
+            shown.append(f"{name} {say('unset') if old is None else old} → {value}")
+    if changes.batch_size is not None:
+        shown.append(_batch_change(asked, changes))
+    return listed(shown)
 
 
 def _step(why: str, **changes: Any) -> RetryStep:

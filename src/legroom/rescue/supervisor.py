@@ -4,7 +4,8 @@ The supervisor creates the job's cgroup before the first attempt and removes it 
 process, output and evidence (job_attempt.py), closed before the next one starts. After `supervise` returns, only
 processes that a successful job left running remain.
 
-The settings of the last successful run are remembered per command and working directory (remembered_settings.py).
+What a successful run had to lower is remembered per command and working directory (remembered_settings.py). It limits
+the settings of later runs (`within_limits` in retry_settings.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -34,19 +35,21 @@ from legroom.rescue.retry_settings import (
     NamedFlag,
     RetryStep,
     command_settings,
+    describe_changes,
     find_flags,
+    lowered_in_environment,
     next_step,
     settings_without,
     step_without,
     with_resume,
     with_settings,
+    within_limits,
 )
 from legroom.rescue.verdict_from_exit import process_name
 from legroom.units import format_duration, format_size
 
 _BELOW = " " * 8
 _IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
-_RECALLED = frozenset({*SETTINGS, "loader_kind"})
 _REMOVABLE = ("torch", "python")  # kinds of files in /dev/shm
 _PRINTED = {"loader_kind": "loader"}  # as the option --loader
 
@@ -93,7 +96,8 @@ class Supervisor:
     def _attempts(self, cgroup: JobCgroup) -> tuple[list[Attempt], str | None]:
         options = self.options
         key = command_key(options.command, options.named, os.getcwd())
-        changed = self._recall(recall_settings(key, self.machine, options.environment))
+        limited = self._limited(key)
+        changed = self._start_within(limited)
         attempts: list[Attempt] = []
         notes: list[str] = []
         while True:
@@ -119,10 +123,12 @@ class Supervisor:
                 self._print_success(attempts)
                 if attempt.verdict is not None:
                     return attempts, None  # do not remember settings with which a process was OOM-killed
-                if self.lowered.given():
-                    remember("run", key, self.lowered, pool_sizes(self.machine), options.environment)
-                else:
-                    forget("run", key, options.environment)
+                if self.lowered.given() and self.lowered != limited:
+                    asked, sizes = self._as_given().values(), pool_sizes(self.machine)
+                    request = LoaderSettings(**{name: asked[name] for name in SETTINGS})
+                    remember("run", key, self.lowered, sizes, options.environment, asked=request)
+                elif limited.given() and not self.lowered.given():
+                    forget("run", key, options.environment)  # it succeeded above the limits
                 return attempts, None
             step = self._step(attempts, asked=running.stop_signal is not None)
             if step.stop:
@@ -143,7 +149,7 @@ class Supervisor:
     def _environment(self) -> dict[str, str]:
         environment = dict(self.options.environment)
         if self.lowered.given():
-            environment[VARIABLE] = to_environment(from_environment(environment).changed(self.lowered))
+            environment[VARIABLE] = to_environment(lowered_in_environment(from_environment(environment), self.lowered))
         if self.lowered.loader_kind is not None:
             environment = with_loader(environment)
         return environment
@@ -184,6 +190,10 @@ class Supervisor:
         asked = from_environment(self._environment())
         return replace(found, **{name: getattr(asked, name) for name in _IN_ENVIRONMENT}, changeable=_IN_ENVIRONMENT)
 
+    def _as_given(self) -> CommandSettings:
+        """Settings that the user asked for."""
+        return replace(self, lowered=LoaderSettings(), resumed=None)._known_settings()
+
     def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
         """Apply the step to the next attempt; return notes to print."""
         if step.undo is not None:
@@ -220,14 +230,17 @@ class Supervisor:
             notes.append(say("no complete checkpoint matches {pattern}", pattern=self.options.checkpoint))
         return notes
 
-    def _recall(self, remembered: LoaderSettings) -> list[str]:
-        if self.options.fresh or not self.options.retries or not remembered.given():
+    def _limited(self, key: str) -> LoaderSettings:
+        """What the limits of an earlier run change in the command as given."""
+        found = recall_on(self.machine, "run", key, self.options.environment)
+        return LoaderSettings() if found is None else within_limits(self._as_given(), found.settings, found.asked)
+
+    def _start_within(self, limited: LoaderSettings) -> list[str]:
+        if self.options.fresh or not self.options.retries or not limited.given():
             return []
-        if not (self.options.replaces_loader and loader_replaceable(self._environment())):
-            remembered = replace(remembered, loader_kind=None)
-        self.lowered = self.lowered.changed(remembered)
-        shown = listed(f"{_PRINTED.get(name, name)} {value}" for name, value in remembered.given().items())
-        line = say("starting with the settings that worked last: {shown} (--fresh ignores them)", shown=shown)
+        self.lowered = limited
+        shown = describe_changes(self._as_given(), limited)
+        line = say("starting with the settings that an earlier run needed: {shown} (--fresh ignores them)", shown=shown)
         self.print_line(line)
         return [line]
 
@@ -262,7 +275,7 @@ class Supervisor:
             say(
                 "finished on attempt {number} with {settings}; {failures} took {lost}",
                 number=len(attempts),
-                settings=_settings(self.lowered, attempts),
+                settings=_settings(self.lowered, self._as_given(), attempts),
                 failures=counted(failed, phrase("{count} failed attempt"), phrase("{count} failed attempts")),
                 lost=lost,
             )
@@ -278,7 +291,7 @@ class Supervisor:
                 "failed {count} times in {spent}, last with {settings}",
                 count=len(attempts),
                 spent=spent,
-                settings=_settings(self.lowered, attempts),
+                settings=_settings(self.lowered, self._as_given(), attempts),
             )
         )
 
@@ -303,15 +316,15 @@ def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None
     return replace(verdict, summary=why)
 
 
-def _settings(lowered: LoaderSettings, attempts: Sequence[Attempt]) -> str:
+def _settings(lowered: LoaderSettings, asked: LoaderSettings, attempts: Sequence[Attempt]) -> str:
     """The changed settings, each with its old value: ``num_workers 1 (was 4)``.
 
     What the script did not take over, or may not have, is marked: a flag can be ignored, and so can the environment.
     """
-    first, last = attempts[0].settings, attempts[-1].settings
+    last = attempts[-1].settings
     shown = []
     for name, value in lowered.given().items():
-        before = getattr(first, name)
+        before = getattr(asked, name)
         text = f"{_PRINTED.get(name, name)} {_shown(value)}"
         if name == "num_workers" and value == 0 and attempts[-1].had_workers:
             text = say("{setting} (ignored by the job: it had DataLoader workers)", setting=text)
@@ -334,21 +347,14 @@ def _isolation(cgroup: JobCgroup) -> str:
 
 
 def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str) -> str:
-    """A hash of the command and directory that ignores the values of its settings."""
+    """The command and directory without the values of its settings. Two flags for one setting are two commands."""
     words: list[str | None] = list(command)
     for name, flag in find_flags(command, named).items():
         if name in SETTINGS and flag.at >= 0:
-            joined = "=" in command[flag.at]
-            words[flag.at] = f"<{name}>"
-            if not joined and flag.at + 1 < len(words) and words[flag.at + 1] == flag.value:
+            words[flag.at] = f"<{name}> {flag.spelling}"
+            if words[flag.at + 1 : flag.at + 2] == [flag.value] and command[flag.at] == flag.spelling:
                 words[flag.at + 1] = None
-    return json.dumps([folder, *words])
-
-
-def recall_settings(key: str, machine: Machine, environment: Mapping[str, str]) -> LoaderSettings:
-    """Of the settings that worked last on this machine, those that a retry changes."""
-    found = recall_on(machine, "run", key, environment)
-    return LoaderSettings(**{name: value for name, value in found.given().items() if name in _RECALLED})
+    return json.dumps([folder, *(word for word in words if word is not None)])
 
 
 def shm_names(host: Host) -> frozenset[str]:

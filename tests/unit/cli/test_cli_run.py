@@ -80,9 +80,15 @@ def test_json_has_stdout_to_itself(tmp_path: Path) -> None:
 def test_a_command_that_is_not_there_or_not_runnable(tmp_path: Path) -> None:
     done = _run("--", "no-such-command-anywhere", folder=tmp_path)
     assert done.returncode == 127 and b"command not found: no-such-command-anywhere" in done.stderr
+    done = _run("--", "sh -c true", folder=tmp_path)
+    assert (
+        done.returncode == 127 and b"one quoted word" in done.stderr and b" legroom run -- sh -c true\n" in done.stderr
+    )
     (tmp_path / "plain.txt").write_text("x")
     done = _run("--", "./plain.txt", folder=tmp_path)
-    assert done.returncode == 126 and b"it is not executable" in done.stderr
+    assert done.returncode == 126 and b"it is not executable" in done.stderr and b"chmod +x" in done.stderr
+    done = _run("--", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 126 and b"it is a directory" in done.stderr and b"chmod" not in done.stderr
     assert _run(folder=tmp_path).returncode == 2
     assert _run("--flag", "nonsense=--x", "--", "true", folder=tmp_path).returncode == 2
     assert _run("--resume-flag", "--resume", "--", "true", folder=tmp_path).returncode == 2
@@ -109,9 +115,60 @@ def test_starts_again_with_less_and_remembers_what_worked(tmp_path: Path) -> Non
     near = [said + format_duration(lost + rounding) for rounding in (-0.001, 0.0, 0.001)]  # the report has milliseconds
     assert closing.endswith(tuple(near)) and lost > 0
     again = _run(*command, folder=tmp_path)
-    assert again.stdout.decode().splitlines()[0].startswith("workers 0") and b"worked last" in again.stderr
+    assert (
+        again.stdout.decode().splitlines()[0].startswith("workers 0")
+        and b"num_workers 4 \xe2\x86\x92 0 (--fresh" in again.stderr
+    )
     fresh = _run("--fresh", *command, folder=tmp_path)
     assert fresh.stdout.decode().splitlines()[0].startswith("workers 4")
+
+
+# Fails above a micro-batch of 8, as a machine with little memory does.
+UP_TO_8 = """
+import argparse
+p = argparse.ArgumentParser()
+for name in ("--batch_size", "--accum_iter", "--num_workers"): p.add_argument(name, type=int)
+a = p.parse_args()
+print(a.batch_size, a.accum_iter, a.num_workers, flush=True)
+if a.batch_size > 8 and a.num_workers >= 0: raise MemoryError
+"""
+
+
+def test_what_a_run_needed_limits_a_later_one_and_keeps_its_effective_batch(tmp_path: Path) -> None:
+    script = _script(tmp_path, UP_TO_8)
+
+    def ran(batch: int, steps: int, workers: int, *options: str) -> list[str]:
+        words = ["--batch_size", str(batch), "--accum_iter", str(steps), "--num_workers", str(workers)]
+        done = _run(*options, "--", sys.executable, script, *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode().splitlines()
+
+    retries = ("--retries", "3")
+    assert ran(16, 1, 4, *retries) == ["16 1 4", "8 2 4"]
+    assert ran(4, 1, 4, *retries) == ["4 1 4"]
+    assert ran(2, 1, 6) == ["2 1 6"]  # a run within the limits leaves them
+    assert ran(32, 2, 2, *retries) == ["8 8 2"]
+    assert ran(16, 1, 4, *retries) == ["8 2 4"]
+    assert ran(16, 1, 4, "--fresh", *retries) == ["16 1 4", "8 2 4"]
+    _script(tmp_path, UP_TO_8.replace("> 8", "> 99"))  # it needs less now
+    assert ran(16, 1, 4, *retries) == ["8 2 4"]
+    assert ran(16, 1, 4) == ["16 1 4"]  # which removes the limits
+    assert ran(16, 1, 4, *retries) == ["16 1 4"]
+
+
+def test_an_option_that_needs_retries_is_refused_or_its_effect_is_printed(tmp_path: Path) -> None:
+    checkpoint = ("--checkpoint", "*.pt")
+    for words in (("--fresh",), (*checkpoint, "--resume-flag", "--resume"), (*checkpoint, "--resume-existing")):
+        done = _run(*words, "--", "touch", "started", folder=tmp_path)
+        needed = b"needs --retries" if words[-1] != "--resume" else b"--resume-flag needs --retries"
+        assert done.returncode == 2 and needed in done.stderr and not (tmp_path / "started").exists()
+    for words, message in (
+        (checkpoint, b"--checkpoint without --retries only"),
+        (("--flag", "batch=--bs"), b"--flag without --retries changes no"),
+    ):
+        done = _run(*words, "--", "true", folder=tmp_path)
+        assert done.returncode == 0 and message in done.stderr
+        assert message not in _run("--retries", "1", *words, "--", "true", folder=tmp_path).stderr
 
 
 def test_the_micro_batch_goes_down_and_accumulation_up_and_then_it_stops(tmp_path: Path) -> None:
@@ -233,6 +290,10 @@ def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path:
     assert done.stdout.decode().splitlines()[-1] == "{'num_workers': 0, 'prefetch_factor': 1, 'low_memory': True}"
     told = " ".join(done.stderr.decode().split())
     assert "num_workers 0 (only in LEGROOM_SETTINGS, which the script may not read)" in told
+    again = _run("--retries", "3", "--", sys.executable, _script(tmp_path, text), folder=tmp_path)
+    assert again.stdout.splitlines() == done.stdout.splitlines()[-1:]
+    broken = _run("--", "true", folder=tmp_path, LEGROOM_SETTINGS="no JSON")
+    assert broken.returncode == 0, "read only for a restart"
 
 
 @pytest.mark.load_sensitive(reason="a worker that lives for three seconds is sampled as often as the machine allows")

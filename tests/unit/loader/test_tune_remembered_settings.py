@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from machines import GB, healthy, with_pool
 
-from legroom.loader.tune.remembered_settings import UsedBy, forget, pool_sizes, recall, remember
+from legroom.loader.tune.remembered_settings import UsedBy, forget, pool_sizes, recall, recall_on, remember
 from legroom.records import LoaderSettings
-from legroom.rescue.supervisor import command_key, recall_settings
+from legroom.rescue.supervisor import command_key
 
 
 def _file(folder: Path, used_by: str, key: str) -> Path:
@@ -64,13 +63,34 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
 def test_run_starts_as_given_where_shm_or_ram_has_grown(tmp_path: Path) -> None:
     environment = {"XDG_STATE_HOME": str(tmp_path)}
     machine = healthy()
-    key = command_key(["train.py", "--workers", "4"], (), "/home/you")
-    assert key == command_key(["train.py", "--workers", "1"], (), "/home/you")
-    kept = LoaderSettings(num_workers=1, loader_kind="legroom")
-    remember("run", key, replace(kept, threads=3), pool_sizes(machine), environment)
-    assert recall_settings(key, machine, environment) == kept, "only what a retry changes"
+    kept, asked = LoaderSettings(num_workers=1, loader_kind="legroom"), LoaderSettings(batch_size=8, num_workers=4)
+    remember("run", "k", kept, pool_sizes(machine), environment, asked=asked)
+    found = recall_on(machine, "run", "k", environment)
+    assert found is not None and (found.settings, found.asked) == (kept, asked)
     for pool in ("shm", "ram"):
         larger = with_pool(machine, pool, 1000 * GB, 0, 1000 * GB)
-        assert recall_settings(key, larger, environment) == LoaderSettings()
+        assert recall_on(larger, "run", "k", environment) is None
         unknown = with_pool(machine, pool, None, None, None, reason="unreadable")
-        assert recall_settings(key, unknown, environment) == LoaderSettings()
+        assert recall_on(unknown, "run", "k", environment) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ("python t.py --batch_size 4 --workers 1 --lr 1", True),
+        ("python t.py --batch_size=32 --workers=2 --lr 1", True),
+        ("python t.py --batch_size 8 --workers 4 --lr 2", False),  # another option
+        ("python t.py --batch_size 8 --lr 1", False),  # no flag for workers: the script's default counts
+        ("python t.py --global_batch_size 8 --workers 4 --lr 1", False),  # the batch of all ranks
+        ("python u.py --batch_size 8 --workers 4 --lr 1", False),
+        ("torchrun --nproc_per_node 2 t.py --batch_size 8 --workers 4 --lr 1", False),
+    ],
+)
+def test_a_command_with_other_values_of_its_settings_is_the_same(other: str, same: bool) -> None:
+    key = command_key(("python", "t.py", "--batch_size", "8", "--workers", "4", "--lr", "1"), (), "/home/you")
+    assert (command_key(tuple(other.split()), (), "/home/you") == key) is same
+    assert command_key(tuple(other.split()), (), "/home/other") != key
+
+
+def test_a_value_in_the_flag_s_own_word_is_not_sought_in_the_next() -> None:
+    assert command_key(["t.py", "-b4", "4"], (), "/") != command_key(["t.py", "-b4", "5"], (), "/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +17,15 @@ from legroom.rescue.retry_settings import (
     CommandSettings,
     NamedFlag,
     command_settings,
+    describe_changes,
+    lowered_in_environment,
     next_step,
     parse_named,
     settings_without,
     step_without,
     with_resume,
     with_settings,
+    within_limits,
 )
 from legroom.rescue.verdict import classify
 from legroom.system.processes_and_threads import ExitStatus
@@ -294,3 +298,163 @@ _FAILED = b"MemoryError: Unable to allocate 8.00 GiB\n"
 def test_the_process_that_an_allocation_failed_in_is_read_from_the_traceback(log: bytes, who: Role | None) -> None:
     verdict = classify(Evidence(ending=ExitStatus(1), log=facts_of(log)))
     assert (verdict.cause, verdict.refused) == ("ram-allocation", who)
+
+
+B8 = {"batch_size": 8, "accumulation": 2}
+FROM16 = {"batch_size": 16, "accumulation": 1, "num_workers": 4}
+W0 = {"num_workers": 0}
+FROM32 = {"batch_size": 32, "num_workers": 2}
+ACCUM = ("accumulation=--acc",)
+ACCUM16 = ("accumulation=--acc=16",)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "limits", "then", "wanted"),
+    [
+        # The batch: a limit of 8, and the accumulation that follows from what is asked for now.
+        ("--batch_size 16 --accum_iter 1", (), B8, FROM16, {"batch_size": 8, "accumulation": 2}),
+        ("--batch_size 32 --accum_iter 2", (), B8, FROM16, {"batch_size": 8, "accumulation": 8}),
+        ("--batch_size 4 --accum_iter 1", (), B8, FROM16, {}),
+        ("--batch_size 8 --accum_iter 1", (), B8, FROM16, {}),
+        ("--batch_size 8 --accum_iter 5", (), B8, FROM16, {}),
+        ("--batch_size 12 --accum_iter 1", (), B8, FROM16, {"batch_size": 6, "accumulation": 2}),
+        ("--batch_size 11 --accum_iter 1", (), B8, FROM16, {}),  # 1 x 11 would be far below the limit
+        ("--batch_size 9 --accum_iter 1", (), B8, FROM16, {}),
+        ("--batch_size 7 --accum_iter 3", (), {"batch_size": 2}, FROM16, {"batch_size": 1, "accumulation": 21}),
+        # Accumulation: not known, named, named with the script's default, not a number, derived by the script.
+        ("--batch_size 16", (), B8, FROM16, {}),
+        ("--batch_size 32", ACCUM, B8, FROM16, {"batch_size": 8, "accumulation": 4}),
+        ("--batch_size 32", ACCUM16, B8, FROM16, {"batch_size": 8, "accumulation": 64}),
+        ("--batch_size 32 --acc 2", ACCUM16, B8, FROM16, {"batch_size": 8, "accumulation": 8}),
+        ("--batch_size 16 --accum_iter auto", (), B8, FROM16, {}),
+        ("--micro_batch_size 32 --global_batch_size 64", (), B8, FROM16, {"batch_size": 8}),
+        ("--batch_size auto --accum_iter 1", (), B8, FROM16, {}),
+        ("--accum_iter 1", ("batch=--bs",), B8, FROM16, {}),  # the script's default is not known
+        ("--accum_iter 1", ("batch=--bs=32",), B8, FROM16, {"batch_size": 8, "accumulation": 4}),
+        # Workers and prefetch: never more than asked for.
+        ("--batch_size 32 --num_workers 2", (), W0, FROM32, {"num_workers": 0}),
+        ("--batch_size 64 --num_workers 2", (), W0, FROM32, {"num_workers": 0}),
+        ("--batch_size 2 --num_workers 2", (), W0, FROM32, {}),  # a smaller batch may fit with them
+        ("--num_workers 2", (), W0, {"num_workers": 4}, {"num_workers": 0}),
+        ("--num_workers 1", (), {"num_workers": 2}, {"num_workers": 8}, {}),
+        ("--num_workers 2", (), {"num_workers": 2}, {"num_workers": 8}, {}),
+        ("--num_workers 3", (), {"num_workers": 2}, {"num_workers": 8}, {"num_workers": 2}),
+        ("--num_workers auto", (), W0, {"num_workers": 8}, {}),
+        ("--num_workers auto", (), W0, {}, {}),  # not a number then, not a number now: it cannot be changed
+        ("--epochs 3", (), {**W0, "pin_memory": False, "low_memory": True}, {}, {}),  # no flag to change
+        ("--num_workers 2 --persistent_workers", (), W0, {"num_workers": 8}, {"num_workers": 1}),
+        ("--num_workers 1 --persistent_workers", (), W0, {"num_workers": 8}, {}),
+        ("--epochs 3", ("workers=--nw",), W0, {}, {"num_workers": 0}),  # not given then, not given now
+        ("--epochs 3", ("workers=--nw",), {"num_workers": 4}, {"num_workers": 8}, {}),
+        ("--num_workers 4 --prefetch_factor 8", (), {"prefetch_factor": 1}, {"prefetch_factor": 4}, {"prefetch_factor": 1}),
+        ("--num_workers 4 --prefetch_factor 1", (), {"prefetch_factor": 2}, {"prefetch_factor": 4}, {}),
+        ("--num_workers 0", ("prefetch=--pf",), {"prefetch_factor": 1}, {}, {}),  # torch refuses it without workers
+        # Switches.
+        ("--pin_memory", (), {"pin_memory": False}, {"pin_memory": True}, {"pin_memory": False}),
+        ("--no-pin-memory", (), {"pin_memory": True}, {}, {}),
+        ("--epochs 3", ("low_memory=--stream",), {"low_memory": True}, {}, {"low_memory": True}),
+        ("--stream --epochs 3", ("low_memory=--stream",), {"low_memory": True}, {}, {}),
+        # Limits of several settings at once; a limit that cannot be kept does not stop the others.
+        ("--batch_size 32 --accum_iter 2 --num_workers 8", (), {**B8, **W0}, FROM16, {"batch_size": 8, "accumulation": 8, "num_workers": 0}),
+        ("--batch_size 32 --num_workers 8", (), {**B8, **W0}, FROM16, {"num_workers": 0}),
+        # What is asked for then is not known: the file is from an earlier version.
+        ("--batch_size 32 --num_workers 8", (), W0, {}, {"num_workers": 0}),
+        ("--batch_size 4 --num_workers 8", (), {**B8, **W0}, {}, {}),
+    ],
+)  # fmt: skip
+def test_limits_of_an_earlier_run(
+    command: str, flags: tuple[str, ...], limits: dict[str, Any], then: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    named = [parse_named(flag) for flag in flags]
+    asked = command_settings(["python", "t.py", *command.split()], named)
+    assert within_limits(asked, LoaderSettings(**limits), LoaderSettings(**then)).given() == wanted
+
+
+def test_a_batch_for_all_ranks_stays_divisible_among_them() -> None:
+    words = ["torchrun", "--nproc_per_node", "4", "t.py", "--global_batch_size", "24", "--accum_iter", "1"]
+    found = within_limits(command_settings(words), LoaderSettings(batch_size=16), LoaderSettings(batch_size=32))
+    assert found.given() == {"batch_size": 12, "accumulation": 2}
+    found = within_limits(command_settings(words), LoaderSettings(batch_size=11), LoaderSettings(batch_size=32))
+    assert found.given() == {"batch_size": 8, "accumulation": 3}
+
+
+def test_the_loader_is_replaced_only_where_that_is_allowed() -> None:
+    limits = LoaderSettings(loader_kind="legroom")
+    asked = command_settings(["t.py", "--num_workers", "4"])
+    assert within_limits(asked, limits, LoaderSettings()) == LoaderSettings()
+    assert within_limits(replace(asked, replaces_loader=True), limits, LoaderSettings()) == limits
+
+
+_some = st.none() | st.integers(1, 64)
+_workers = st.none() | st.integers(0, 16)
+
+
+@given(
+    asked=st.builds(LoaderSettings, batch_size=_some, accumulation=_some, num_workers=_workers, prefetch_factor=_some),
+    limits=st.builds(LoaderSettings, batch_size=_some, accumulation=_some, num_workers=_workers, prefetch_factor=_some),
+    then=st.builds(LoaderSettings, batch_size=_some, accumulation=_some, num_workers=_workers, prefetch_factor=_some),
+    ranks=st.integers(1, 4),
+    whole=st.booleans(),
+)
+@settings(max_examples=300)
+def test_limits_raise_nothing_and_keep_the_effective_batch(
+    asked: LoaderSettings, limits: LoaderSettings, then: LoaderSettings, ranks: int, whole: bool
+) -> None:
+    words = [f"--nproc_per_node={ranks}", "t.py"]
+    spelled = {"batch_size": "--global_batch_size" if whole else "--batch_size", "accumulation": "--accum_iter"}
+    for name, value in asked.given().items():
+        words += [spelled.get(name, f"--{name}"), str(value)]
+    command = ["torchrun", *words]
+    before = command_settings(command)
+    after = command_settings(with_settings(command, within_limits(before, limits, then)))
+    assert (after.batch_size or 1) * (after.accumulation or 1) == (before.batch_size or 1) * (before.accumulation or 1)
+    for name in ("batch_size", "num_workers", "prefetch_factor"):
+        old, new = getattr(before, name), getattr(after, name)
+        assert (old is None) == (new is None) and (old is None or new <= old)
+    if whole and before.batch_size is not None and before.batch_size % ranks == 0:
+        assert after.batch_size is not None and after.batch_size % ranks == 0
+
+
+def test_changes_are_described_with_what_was_asked_for() -> None:
+    asked = command_settings(
+        ["t.py", *["--batch_size", "32", "--accum_iter", "2", "--num_workers", "4", "--pin_memory"]]
+    )
+    changes = LoaderSettings(batch_size=8, accumulation=8, num_workers=0, pin_memory=False, loader_kind="legroom")
+    assert describe_changes(asked, changes) == (
+        "num_workers 4 → 0, pin_memory off, loader legroom, "
+        "batch_size 32 → 8, accumulation 2 → 8: the effective batch stays 64"
+    )
+    assert describe_changes(command_settings(["t.py"]), LoaderSettings(num_workers=0)) == "num_workers unset → 0"
+
+
+@pytest.mark.parametrize("words", ["--stream --epochs 3", "--epochs 3 --stream", "--stream true --epochs 3"])
+def test_a_named_switch_that_is_on_stays_on(words: str) -> None:
+    named = (NamedFlag("low_memory", "--stream"),)
+    command = ["t.py", *words.split()]
+    found = command_settings(command, named)
+    assert found.low_memory is True
+    assert with_settings(command, LoaderSettings(low_memory=True), named) == command
+    assert next_step(_v("ram-oom-kill"), found).changes.low_memory is None
+
+
+def test_a_named_switch_that_turns_pinning_off_is_off() -> None:
+    named = (NamedFlag("pin_memory", "--no-pin"),)
+    assert command_settings(["t.py", "--no-pin"], named).pin_memory is False
+    assert next_step(_v("pinned-exhausted"), command_settings(["t.py", "--no-pin"], named)).stop
+
+
+@pytest.mark.parametrize(
+    ("given", "lowered", "wanted"),
+    [
+        ({}, {"num_workers": 2}, {"num_workers": 2}),
+        ({"threads": 3}, {**B8, "num_workers": 2}, {**B8, "num_workers": 2, "threads": 3}),
+        ({"num_workers": 1, "prefetch_factor": 4}, {"num_workers": 2, "prefetch_factor": 1}, {"num_workers": 1, "prefetch_factor": 1}),
+        ({"batch_size": 4}, B8, {"batch_size": 4}),
+        ({"accumulation": 4}, B8, {"accumulation": 4}),
+        ({"pin_memory": True}, {"pin_memory": False, "low_memory": True}, {"pin_memory": False, "low_memory": True}),
+    ],
+)  # fmt: skip
+def test_settings_that_the_user_put_into_the_environment_do_not_rise(
+    given: dict[str, Any], lowered: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    assert lowered_in_environment(LoaderSettings(**given), LoaderSettings(**lowered)).given() == wanted

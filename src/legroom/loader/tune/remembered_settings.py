@@ -32,6 +32,7 @@ class Remembered:
 
     settings: LoaderSettings
     sizes: Mapping[str, int | None] = field(default_factory=dict)
+    asked: LoaderSettings = field(default_factory=LoaderSettings)  # what the user had asked for, of `legroom run`
 
 
 def remember(
@@ -40,9 +41,12 @@ def remember(
     settings: LoaderSettings,
     sizes: Mapping[str, int | None] | None = None,
     environment: Mapping[str, str] = os.environ,
+    asked: LoaderSettings | None = None,
 ) -> bool:
     """Save the settings; False where that fails."""
     body = {"schema": _SCHEMA, "when": time.time(), "settings": settings.given(), "sizes": dict(sizes or {})}
+    if asked is not None:
+        body["asked"] = asked.given()
     try:
         path = _path(used_by, key, environment)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -60,22 +64,23 @@ def recall(used_by: UsedBy, key: str, environment: Mapping[str, str] = os.enviro
         if body.get("schema", _SCHEMA) != _SCHEMA or body.get("key", key) != key:
             return None
         kept = read_settings(body["settings"] if "settings" in body else body["values"])
-        return Remembered(kept, dict(body.get("sizes", {}))) if kept.given() else None
+        asked = read_settings(body.get("asked", {}))
+        return Remembered(kept, dict(body.get("sizes", {})), asked) if kept.given() else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, UsageError):
         return None
 
 
 def recall_on(
     machine: Machine, used_by: UsedBy, key: str, environment: Mapping[str, str] = os.environ
-) -> LoaderSettings:
-    """The saved settings; none on a machine with more /dev/shm or RAM: what the user has written may fit there."""
+) -> Remembered | None:
+    """The saved settings; None on a machine with more /dev/shm or RAM: what the user has written may fit there."""
     found = recall(used_by, key, environment)
     if found is None:
-        return LoaderSettings()
+        return None
     now, then = pool_sizes(machine), found.sizes
     if any(now[name] is None or then.get(name) is None or now[name] > then[name] for name in now):  # type: ignore[operator]
-        return LoaderSettings()
-    return found.settings
+        return None
+    return found
 
 
 def pool_sizes(machine: Machine) -> dict[str, int | None]:
