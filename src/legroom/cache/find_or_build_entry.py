@@ -134,6 +134,7 @@ class _Reserve:
 _reserve = _Reserve()
 
 
+_GIVEN_SHOWN = 80  # characters
 _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
 _MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
@@ -194,7 +195,9 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
             continue
         text = os.fsdecode(one)
         if "\0" in text:
-            raise UsageError(say("a path cannot contain a null character"), fix=(say("check the path"),))
+            content = isinstance(one, bytes)
+            fix = say("pass the path of the file, not its content") if content else say("check the path")
+            raise UsageError(say("a path cannot contain a null character"), fix=(fix,))
         if "://" in text and is_url(text):
             local = local_path(text)
             if local is None:
@@ -230,18 +233,34 @@ def _objects(text: str) -> list[ObjectUrl]:
 
 
 def _named(path: Any) -> list[Where]:
-    """The paths as a list. Raises UsageError for anything that is not a path."""
+    """The paths as a list. Raises UsageError for anything that is not a path.
+
+    A file gives its lines and a mapping its keys when it is iterated over; neither is a list of paths.
+    """
     if isinstance(path, (str, bytes, os.PathLike)):
         return [path]
-    given = list(path) if isinstance(path, Iterable) else [path]
+    listable = isinstance(path, Iterable) and not hasattr(path, "read") and not hasattr(path, "keys")
+    given = list(path) if listable else [path]
     for one in given:
         if not isinstance(one, (str, bytes, os.PathLike)):
-            raise UsageError(
-                say("{given!r} is not a path", given=one),
-                why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(one).__name__),
-                fix=(say("pass a path, a glob pattern or a list of paths"),),
-            )
+            raise _not_a_path(one)
     return given
+
+
+def _not_a_path(given: object) -> UsageError:
+    fix = say("pass a path, a glob pattern or a list of paths")
+    if hasattr(given, "read"):
+        name = getattr(given, "name", None)
+        if isinstance(name, (str, os.PathLike)):
+            fix = say("pass its path: legroom.open({path!r})", path=os.fspath(name))
+        else:
+            fix = say("write its content to a file and pass the path")
+    shown = repr(given)
+    return UsageError(
+        say("{given} is not a path", given=shown if len(shown) <= _GIVEN_SHOWN else shown[:_GIVEN_SHOWN] + "…"),
+        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(given).__name__),
+        fix=(fix,),
+    )
 
 
 def _check(backing: str, hash: str) -> None:

@@ -472,15 +472,18 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     # The part before the last slash may be the table, which the column names do not repeat.
     same = [name for name in names if name.endswith("/" + bare)]
     near = same or _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
-    held = listed(map(shown, names[:_SHOWN])) or say("nothing")
-    if len(names) > _SHOWN:
-        held = say("{first} and {count} more", first=held, count=len(names) - _SHOWN)
     fix = [say("did you mean {near!r}?", near=near[0])] if near else []
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
-        why=say("it holds {shown}", shown=held),
+        why=say("it holds {shown}", shown=names_shown(names)),
         fix=(*fix, say("omit keys to load everything")),
     )
+
+
+def names_shown(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    held = listed(map(shown, names[:_SHOWN])) or say("nothing")
+    return held if len(names) <= _SHOWN else say("{first} and {count} more", first=held, count=len(names) - _SHOWN)
 
 
 def _nearest(name: str, among: list[str]) -> list[str]:

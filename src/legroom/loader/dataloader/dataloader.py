@@ -25,7 +25,12 @@ from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
 from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress, WorkerState
-from legroom.loader.dataloader.explain_start_failure import explain_argument, explain_pickling, use_short_tmpdir
+from legroom.loader.dataloader.explain_start_failure import (
+    explain_argument,
+    explain_pickling,
+    refuse_data,
+    use_short_tmpdir,
+)
 from legroom.loader.dataloader.explain_worker_crash import (
     WorkerGroup,
     explain_sigchld,
@@ -108,6 +113,8 @@ class Loader:
         **options: Any,
     ) -> None:
         parse_budget(memory_budget)
+        if sampler is None and batch_sampler is None:  # a sampler may give names
+            refuse_data(dataset)
         try:
             super().__init__(  # type: ignore[call-arg]
                 dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,

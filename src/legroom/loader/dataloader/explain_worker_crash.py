@@ -94,9 +94,7 @@ def _guard_main() -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def explain(
-    code: int, before: Memory, now: Memory, workers: int, method: str = "fork"
-) -> tuple[str, tuple[str, ...]]:
+def explain(code: int, before: Memory, now: Memory, workers: int, method: str = "fork") -> tuple[str, tuple[str, ...]]:
     """(why, what to do) for an exit code, judged by the OOM counters before and now, and by the start method."""
     fewer = say("use num_workers={less} or a smaller batch", less=max(1, workers // 2))
     if code == -signal.SIGKILL:
@@ -140,8 +138,9 @@ def explain(
     if code == IMPORTED_MAIN and method != "fork":
         return _importing_main(method)
     if method != "fork" and code == 1:
-        why = say("it failed while it was starting, or the dataset's code called exit(1). With start method {method!r}, "
-                  "a worker imports the main script and unpickles the dataset first", method=method)  # fmt: skip
+        why = say("it failed while it was starting, or the dataset's code called exit(1). With start method "
+                  "{method!r}, a worker imports the main script and unpickles the dataset first",
+                  method=method)  # fmt: skip
         return why, (
             say("read the worker's own error above"),
             say("define the dataset's class and its functions at the top level of a module, not below "

@@ -46,7 +46,8 @@ def exit_if_importing_main(message: Callable[[], str]) -> None:
     the program why its worker ended. The fork server replaces the status of a SystemExit by 1.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        print(message(), file=sys.stderr, flush=True)
+        sys.stderr.write(message() + "\n")
+        sys.stderr.flush()
         os._exit(IMPORTED_MAIN)
 
 
