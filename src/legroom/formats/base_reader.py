@@ -421,7 +421,7 @@ class Selection:
             raise UsageError(
                 say("keys={keys!r} selects nothing", keys=keys),
                 why=say("keys lists items of the file; None means all of them"),
-                fix=(say("omit keys to load everything"),),
+                fix=(say("omit keys= to load everything"),),
             )
         self.keys = given
 
@@ -476,7 +476,7 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
         why=say("it holds {shown}", shown=names_shown(names)),
-        fix=(*fix, say("omit keys to load everything")),
+        fix=(*fix, say("omit keys= to load everything")),
     )
 
 
