@@ -503,8 +503,8 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
     Selection(request.keys).check([*arrays, *parts, *answering], [*arrays, *every], request.paths[0])
 
 
-def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:
-    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all."""
+def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str, *more: str) -> Attached:
+    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all, and ``more`` fixes."""
     refused: list[NoRoom] = []
     for store in stores:
         try:
@@ -515,7 +515,7 @@ def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], 
             problem.__context__ = problem.__cause__ = None
             release_freed_memory()
             log.info("%s", problem)
-    raise _no_room_anywhere(what, refused)
+    raise _no_room_anywhere(what, refused, *more)
 
 
 def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
@@ -530,9 +530,17 @@ def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
     return chosen
 
 
-def _no_room_anywhere(what: str, refused: Sequence[NoRoom]) -> NoRoom:
+def other_store(request: OpenRequest, stores: Stores) -> tuple[str, ...]:
+    """What to do if the store that was asked for has no room, and there is another one."""
+    if all(request.wants(store) for store in stores.found):
+        return ()
+    return (say("use the store that has room, /dev/shm or the disk: backing='auto'"),)
+
+
+def _no_room_anywhere(what: str, refused: Sequence[NoRoom], *more: str) -> NoRoom:
     if len(refused) == 1:
-        return refused[0]
+        (only,) = refused
+        return NoRoom(only.what, why=only.why, fix=(*more, *only.fix)) if more else only
     return NoRoom(
         say("no store has enough free space for {path}", path=what),
         why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
