@@ -465,7 +465,7 @@ def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
             raise NotLoaded(
                 say("another process is loading {path}", path=asked.source.paths[0]),
                 why=say("wait=False was given"),
-                fix=(say("pass wait=True to wait for it"), say("try again later")),
+                fix=(say("omit wait=False to wait for it"), say("try again later")),
             )
         if asked.progress is not None:
             _report_other(store, name, asked.progress)
