@@ -21,7 +21,7 @@ import numpy as np
 
 from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
 from legroom.errors import MissingKey, UnsupportedData, UsageError
-from legroom.formats.base_reader import Extent, Selection, missing_key, names_shown
+from legroom.formats.base_reader import Extent, Selection, missing_key, not_a_name
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 NDArray = np.ndarray[Any, Any]
-_INDEX_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class CachedData(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         contents = self._open()
         if not isinstance(name, str):
-            raise self._not_a_name(name)
+            raise not_a_name(name, self._leaves())
         if name in contents.ragged:
             parts = contents.ragged[name]
             arrays = contents.arrays
@@ -102,23 +101,6 @@ class CachedData(Mapping[str, Any]):
             raise missing
         # The last step is to omit keys, and none were given.
         raise MissingKey(missing.what, why=missing.why, fix=missing.fix[:-1])
-
-    def _not_a_name(self, given: object) -> MissingKey:
-        """The error for ``data[0]``, ``data[:5]``, ``data[b"x"]``: the indexes of lists and of torch's datasets."""
-        names = self._leaves()
-        meant = given.decode(errors="replace") if isinstance(given, bytes) else ""
-        name = meant if meant in names else next(iter(names), None)
-        part = "" if given is None or isinstance(given, bytes) else f"[{_index_text(given)}]"
-        return MissingKey(
-            say("data[{given}]: data are selected by name, not by {kind}", given=_index_text(given),
-                kind=type(given).__name__),
-            why=say("it holds {shown}", shown=names_shown(names)),
-            fix=(
-                *([say("for one array: {code}", code=f"data[{name!r}]{part}")] if names else []),
-                say("for a torch Dataset of all rows: data.dataset()"),
-                say("for batches of all rows: data.batches(32)"),
-            ),
-        )  # fmt: skip
 
     def rows_of(self, name: str) -> Any:
         """As ``[]``, for reading row by row: columns of a table are not joined, and may be of any type."""
@@ -254,15 +236,6 @@ class CachedData(Mapping[str, Any]):
                 if column in stored.columns:
                     return stored, column
         return None
-
-
-def _index_text(given: object) -> str:
-    """An index as it is written in brackets, shortened."""
-    if isinstance(given, slice):
-        ends = ["" if end is None else repr(end) for end in (given.start, given.stop, given.step)]
-        return ":".join(ends if given.step is not None else ends[:2])
-    text = str(given) if isinstance(given, np.generic) else repr(given)
-    return text if len(text) <= _INDEX_SHOWN else "…"
 
 
 def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:

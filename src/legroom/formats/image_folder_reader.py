@@ -97,7 +97,11 @@ def _has_image(path: Path) -> bool:
     waiting, looked = [path], 0
     while waiting and looked <= NAMES_READ:
         folder = waiting.pop()
-        names = names_in(folder)
+        try:
+            names = names_in(folder)
+        except UnreadableSource:  # below /dev and /proc directories come and go; others may be private
+            looked += 1
+            continue
         looked += 1 + len(names)
         if any(name.lower().endswith(IMAGES) for name, is_folder in names.items() if not is_folder):
             return True

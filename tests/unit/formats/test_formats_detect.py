@@ -14,6 +14,7 @@ import pytest
 import rigs
 
 from legroom.errors import DamagedSource, MissingPackage, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
+from legroom.formats import image_folder_reader
 from legroom.formats.detect import open_source
 
 
@@ -94,6 +95,24 @@ def test_a_directory_with_other_files_is_not_to_be_emptied(tmp_path: Path, image
     with pytest.raises(UnreadableSource) as caught:
         open_source(tmp_path)
     assert caught.value.fix[0].startswith("pass ") and all("leave" not in line for line in caught.value.fix)
+
+
+def test_a_directory_in_which_one_cannot_be_listed_is_judged_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cache load /` ended at a directory in /dev/fd that no longer existed."""
+    for name in ("dev", "etc"):
+        (tmp_path / name).mkdir()
+    listed = image_folder_reader.names_in
+
+    def names_in(path: Path) -> dict[str, bool]:
+        if path.name == "dev":
+            raise UnreadableSource("gone")
+        return listed(path)
+
+    monkeypatch.setattr(image_folder_reader, "names_in", names_in)
+    with pytest.raises(UnreadableSource, match="its subdirectories have no images"):
+        open_source(tmp_path)
 
 
 GROUPS = {".zgroup": '{"zarr_format": 2}', "zarr.json": '{"zarr_format": 3, "node_type": "group", "attributes": {}}'}
