@@ -274,7 +274,7 @@ def test_tables_of_several_files_are_one(shm: Path, tmp_path: Path, monkeypatch:
             assert len(data.dataset("x")) == 30
     monkeypatch.setenv("LEGROOM_DISABLE", "0")
     pq.write_table(pa.table({"x": [1.5]}), tmp_path / "part-9.parquet")
-    with pytest.raises(UnsupportedData, match="different columns"):
+    with pytest.raises(UnsupportedData, match=r"only .*part-0.parquet has text"):
         legroom.open(str(tmp_path / "part-*.parquet"))
 
 
