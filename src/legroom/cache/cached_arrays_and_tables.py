@@ -21,7 +21,7 @@ import numpy as np
 
 from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
 from legroom.errors import MissingKey, UnsupportedData, UsageError
-from legroom.formats.base_reader import Extent, Selection, missing_key
+from legroom.formats.base_reader import Extent, Selection, missing_key, not_a_name
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
@@ -81,6 +81,8 @@ class CachedData(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         contents = self._open()
+        if not isinstance(name, str):
+            raise not_a_name(name, self._leaves())
         if name in contents.ragged:
             parts = contents.ragged[name]
             arrays = contents.arrays

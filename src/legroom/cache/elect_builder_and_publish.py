@@ -29,6 +29,7 @@ from legroom.cache.find_or_build_entry import (
     find_by_digest,
     find_entry,
     in_first_store,
+    other_store,
     remember_versions,
     stores_wanted,
 )
@@ -192,7 +193,7 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         request = asked.request
         readers = [stack.enter_context(open_source(path, request.keys, memory, request.dtype)) for path in paths]
         descriptions = [reader.describe() for reader in readers]
-        planned = plan_files(descriptions)
+        planned = plan_files(descriptions, asked.source.paths)
         layout = SourceLayout(readers, planned.arrays)
         job = BuildJob(
             asked, source_identity.with_referenced_files(source, descriptions), readers, planned, memory, layout
@@ -208,8 +209,9 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         if found is not None:
             return found
         return in_first_store(
-            stores_wanted(asked.request, stores), lambda store: _build_in(store, job, stores), str(job.source.paths[0])
-        )
+            stores_wanted(asked.request, stores), lambda store: _build_in(store, job, stores), str(job.source.paths[0]),
+            *other_store(asked.request, stores),
+        )  # fmt: skip
 
 
 def file_of(source: Source, path: SourcePath) -> Path:
@@ -463,7 +465,7 @@ def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
             raise NotLoaded(
                 say("another process is loading {path}", path=asked.source.paths[0]),
                 why=say("wait=False was given"),
-                fix=(say("pass wait=True to wait for it"), say("try again later")),
+                fix=(say("omit wait=False to wait for it"), say("try again later")),
             )
         if asked.progress is not None:
             _report_other(store, name, asked.progress)

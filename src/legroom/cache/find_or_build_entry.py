@@ -134,6 +134,7 @@ class _Reserve:
 _reserve = _Reserve()
 
 
+_GIVEN_SHOWN = 80  # characters
 _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
 _MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
@@ -194,7 +195,9 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
             continue
         text = os.fsdecode(one)
         if "\0" in text:
-            raise UsageError(say("a path cannot contain a null character"), fix=(say("check the path"),))
+            content = isinstance(one, bytes)
+            fix = say("pass the path of the file, not its content") if content else say("check the path")
+            raise UsageError(say("a path cannot contain a null character"), fix=(fix,))
         if "://" in text and is_url(text):
             local = local_path(text)
             if local is None:
@@ -230,18 +233,34 @@ def _objects(text: str) -> list[ObjectUrl]:
 
 
 def _named(path: Any) -> list[Where]:
-    """The paths as a list. Raises UsageError for anything that is not a path."""
+    """The paths as a list. Raises UsageError for anything that is not a path.
+
+    A file gives its lines and a mapping its keys when it is iterated over; neither is a list of paths.
+    """
     if isinstance(path, (str, bytes, os.PathLike)):
         return [path]
-    given = list(path) if isinstance(path, Iterable) else [path]
+    listable = isinstance(path, Iterable) and not hasattr(path, "read") and not hasattr(path, "keys")
+    given = list(path) if listable else [path]
     for one in given:
         if not isinstance(one, (str, bytes, os.PathLike)):
-            raise UsageError(
-                say("{given!r} is not a path", given=one),
-                why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(one).__name__),
-                fix=(say("pass a path, a glob pattern or a list of paths"),),
-            )
+            raise _not_a_path(one)
     return given
+
+
+def _not_a_path(given: object) -> UsageError:
+    fix = say("pass a path, a glob pattern or a list of paths")
+    if hasattr(given, "read"):
+        name = getattr(given, "name", None)
+        if isinstance(name, (str, os.PathLike)):
+            fix = say("pass its path: legroom.open({path!r})", path=os.fspath(name))
+        else:
+            fix = say("write its content to a file and pass the path")
+    shown = repr(given)
+    return UsageError(
+        say("{given} is not a path", given=shown if len(shown) <= _GIVEN_SHOWN else shown[:_GIVEN_SHOWN] + "…"),
+        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(given).__name__),
+        fix=(fix,),
+    )
 
 
 def _check(backing: str, hash: str) -> None:
@@ -484,8 +503,8 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
     Selection(request.keys).check([*arrays, *parts, *answering], [*arrays, *every], request.paths[0])
 
 
-def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:
-    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all."""
+def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str, *more: str) -> Attached:
+    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all, and ``more`` fixes."""
     refused: list[NoRoom] = []
     for store in stores:
         try:
@@ -496,7 +515,7 @@ def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], 
             problem.__context__ = problem.__cause__ = None
             release_freed_memory()
             log.info("%s", problem)
-    raise _no_room_anywhere(what, refused)
+    raise _no_room_anywhere(what, refused, *more)
 
 
 def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
@@ -511,9 +530,17 @@ def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
     return chosen
 
 
-def _no_room_anywhere(what: str, refused: Sequence[NoRoom]) -> NoRoom:
+def other_store(request: OpenRequest, stores: Stores) -> tuple[str, ...]:
+    """What to do if the store that was asked for has no room, and there is another one."""
+    if all(request.wants(store) for store in stores.found):
+        return ()
+    return (say("use the store that has room, /dev/shm or the disk: backing='auto'"),)
+
+
+def _no_room_anywhere(what: str, refused: Sequence[NoRoom], *more: str) -> NoRoom:
     if len(refused) == 1:
-        return refused[0]
+        (only,) = refused
+        return NoRoom(only.what, why=only.why, fix=(*more, *only.fix)) if more else only
     return NoRoom(
         say("no store has enough free space for {path}", path=what),
         why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),

@@ -44,7 +44,7 @@ def in_process(
         memory = decoding_memory()
         local = [_local(path, keys, stack) for path in paths]
         readers = [stack.enter_context(open_source(path, keys, memory, dtype)) for path in local]
-        planned = plan_files([reader.describe() for reader in readers])
+        planned = plan_files([reader.describe() for reader in readers], paths)
         done = 0
 
         def count(more: int) -> None:
@@ -90,7 +90,7 @@ def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None, dtype: s
     if isinstance(paths[0], ObjectUrl):
         raise _cannot(str(paths[0]), say("it is in remote storage"))
     with open_source(paths[0], keys, dtype=dtype) as reader:
-        planned = plan_files([reader.describe()])
+        planned = plan_files([reader.describe()], paths)
         if planned.tables:
             raise _cannot(planned.tables[0].spec.name, say("it is a table"))
         for target in planned.arrays:

@@ -15,8 +15,9 @@ from typing import Any
 from legroom.cache import manifest
 from legroom.cache.capacity import BuildNeed
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Slab, TableSpec
-from legroom.messages import phrase, say
+from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Slab, TableSpec, names_shown
+from legroom.messages import joined, phrase, say
+from legroom.remote.object_url import SourcePath
 
 _OTHER_FILES = 8  # the directory, the manifest, lock files, records
 
@@ -91,17 +92,18 @@ class BuildPlan:
         return BuildNeed(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
 
 
-def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
+def plan_files(descriptions: Sequence[Description], sources: Sequence[SourcePath]) -> BuildPlan:
     """The files to write for these sources, in the order of their rows."""
+    files = [str(source) for source in sources]  # as messages name them
     first = descriptions[0]
     taken: set[str] = set()
     arrays: list[ArrayTarget] = []
     tables: list[TableTarget] = []
-    _same_names(descriptions)
-    _same_classes(descriptions)
+    _same_names(descriptions, files)
+    _same_classes(descriptions, files)
     for item in first.items:
         if isinstance(item, TableSpec):
-            tables.extend(_tables(item, descriptions))
+            tables.extend(_tables(item, descriptions, files))
             continue
         if not manifest.can_be_stored(item.dtype):
             raise UnsupportedData(
@@ -109,7 +111,7 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
                 why=say("the .npy format cannot store dtype {dtype}", dtype=item.dtype),
                 fix=(say("load only what you need: keys=[…]"),),
             )
-        spec, pieces = _joined(item, descriptions)
+        spec, pieces = _joined(item, descriptions, files)
         name = manifest.file_name(item.name, ".npy", taken)
         arrays.append(ArrayTarget(spec, name, manifest.npy_header(spec.shape, spec.dtype), pieces))
     named = [replace(table, file=manifest.file_name(table.spec.name, ".arrow", taken)) for table in tables]
@@ -117,7 +119,7 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
     return BuildPlan(first.format, tuple(arrays), tuple(named), first.attributes, readers or None)
 
 
-def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableTarget]:
+def _tables(item: TableSpec, descriptions: Sequence[Description], files: Sequence[str]) -> list[TableTarget]:
     """One table, or one per shard: each in its own file, presented as one table."""
     if len(descriptions) == 1:
         return [TableTarget(item, "", 0, item.name)]
@@ -125,9 +127,10 @@ def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableT
     for index, description in enumerate(descriptions):
         spec = next(other for other in description.items if other.name == item.name)
         if not isinstance(spec, TableSpec) or spec.columns != item.columns:
-            raise _cannot_join(item.name, say("file {index} and file 1 have different columns", index=index + 1))
+            raise _cannot_join(item.name, _column_difference(item, spec, (files[0], files[index])))
         if _features(spec) != _features(item):
-            raise _cannot_join(item.name, say("file {index} and file 1 have different features", index=index + 1))
+            why = say("{other} and {first} have different features", other=files[index], first=files[0])
+            raise _cannot_join(item.name, why)
         part = replace(spec, name=f"{item.name}/{index}")
         found.append(TableTarget(part, "", index, item.name, item.name))
     return found
@@ -142,25 +145,45 @@ def _features(table: TableSpec) -> object:
         return noted
 
 
-def _same_names(descriptions: Sequence[Description]) -> None:
+def _same_names(descriptions: Sequence[Description], files: Sequence[str]) -> None:
     names = {item.name for item in descriptions[0].items}
     for index, description in enumerate(descriptions):
         others = {item.name for item in description.items}
         if others != names:
             odd = sorted(others ^ names)[0]
-            raise _cannot_join(odd, say("file {index} and file 1 have different names", index=index + 1))
+            raise _cannot_join(odd, _difference(names, others, (files[0], files[index])))
 
 
-def _same_classes(descriptions: Sequence[Description]) -> None:
+def _difference(first: set[str], other: set[str], files: tuple[str, str]) -> str:
+    """Which names only one of two files has."""
+    only = [(files[0], first - other), (files[1], other - first)]
+    return joined(say("only {file} has {names}", file=file, names=names_shown(sorted(n))) for file, n in only if n)
+
+
+def _column_difference(first: TableSpec, other: ArraySpec | TableSpec, files: tuple[str, str]) -> str:
+    if not isinstance(other, TableSpec):
+        return say("it is a table in {first} and an array in {other}", first=files[0], other=files[1])
+    if found := _difference(set(first.columns), set(other.columns), files):
+        return found
+    name = next(name for name, kind in first.columns.items() if other.columns[name] != kind)
+    return say("column {name!r} is {first_kind} in {first} and {kind} in {other}", name=name,
+               first_kind=first.columns[name], first=files[0], kind=other.columns[name], other=files[1])  # fmt: skip
+
+
+def _same_classes(descriptions: Sequence[Description], files: Sequence[str]) -> None:
     """A label is the number of a class in its own folder: the folders must have the same classes."""
     first = descriptions[0]
     for index, other in enumerate(descriptions):
         labelled = "imagefolder" in (first.format, other.format) and any(one.name == "label" for one in first.items)
         if labelled and (first.format, first.attributes) != (other.format, other.attributes):
-            raise _cannot_join("label", say("folder {index} and folder 1 have different classes", index=index + 1))
+            raise _cannot_join(
+                "label", say("{other} and {first} have different classes", first=files[0], other=files[index])
+            )
 
 
-def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[ArraySpec, tuple[Piece, ...]]:
+def _joined(
+    item: ArraySpec, descriptions: Sequence[Description], files: Sequence[str]
+) -> tuple[ArraySpec, tuple[Piece, ...]]:
     if len(descriptions) == 1:
         return item, (Piece(0, item.name, 0, item.shape, item.nbytes),)
     if not item.shape:
@@ -171,12 +194,15 @@ def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[Array
     for index, description in enumerate(descriptions):
         spec = _array(description, item)
         if spec.shape[1:] != item.shape[1:] or spec.dtype != item.dtype:
-            why = say("file {index} has {shape} {dtype}, file 1 has {first} {first_dtype}", index=index + 1,
-                      shape=spec.shape, dtype=spec.dtype, first=item.shape, first_dtype=item.dtype)  # fmt: skip
+            why = say("{other} has {shape} {dtype}, {first} has {first_shape} {first_dtype}", other=files[index],
+                      shape=spec.shape, dtype=spec.dtype, first=files[0], first_shape=item.shape,
+                      first_dtype=item.dtype)  # fmt: skip
             raise _cannot_join(item.name, why)
         encodings = [one.attributes.get("mds_encoding") for one in (spec, item)]
         if spec.text != item.text or encodings[0] != encodings[1]:
-            raise _cannot_join(item.name, say("file {index} and file 1 have different encodings", index=index + 1))
+            raise _cannot_join(
+                item.name, say("{other} and {first} have different encodings", first=files[0], other=files[index])
+            )
         skip = 1 if offsets and index else 0
         row_bytes = math.prod(item.shape[1:]) * item.dtype.itemsize
         nbytes = (spec.shape[0] - skip) * row_bytes

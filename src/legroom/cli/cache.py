@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ import click
 from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.options import DURATION, SIZE, EntryName
 from legroom.cli.text_layout import paragraph
+from legroom.errors import LegroomError
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records import Entry, Reaped, Verification
 from legroom.remote.object_url import without_credentials
@@ -89,7 +92,7 @@ def load(
         if len(group) > 1:
             label = say("{first} and {count} more", first=label, count=len(group) - 1)
         started = time.perf_counter()
-        with progress(label) as bar:
+        with progress(label) as bar, as_options():
             opened = open_data(
                 group if join else group[0],
                 names,
@@ -224,6 +227,38 @@ def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     else:
         click.echo("\n".join(verified_line(result) for result in results) or say("the cache is empty"))
     return 0 if all(result.whole and result.source != "changed" for result in results) else 1
+
+
+# An argument of legroom.open() in a message: name='value', name=[values], or name= alone.
+_ARGUMENT = re.compile(
+    r"(?<![\w?&])(keys|dtype|hash|backing|wait)=(?:'([^']*)'|\[([^\]]*)\]|(True|False)|(?![\w'\"\[(]))"
+)
+
+
+@contextmanager
+def as_options() -> Iterator[None]:
+    """Within it, errors name the options of the command line instead of the arguments of legroom.open()."""
+    try:
+        yield
+    except LegroomError as error:
+        error.what, error.why = option_names(error.what), option_names(error.why)
+        error.fix = tuple(map(option_names, error.fix))
+        raise
+
+
+def option_names(text: str) -> str:
+    """A message with ``dtype='uint16'`` as ``--dtype uint16``, ``keys=[…]`` as ``--keys NAME,…``."""
+    return _ARGUMENT.sub(_option, text)
+
+
+def _option(found: re.Match[str]) -> str:
+    name, value, several, flag = found.groups()
+    if flag is not None:
+        return "--no-wait" if flag == "False" else found[0]
+    if several is not None:
+        names = [one.strip().strip("'\"") for one in re.split("[,、]", several)]
+        value = "NAME,…" if names == ["…"] else ",".join(names)
+    return f"--{name}" if value is None else f"--{name} {shlex.quote(value) if value != 'NAME,…' else value}"
 
 
 _SHORT = 12  # digits of a key in text output
@@ -407,7 +442,7 @@ def _state(entry: Entry) -> str:
         use = say("in use by a process not visible from here")
     else:
         use = say("not in use")
-    told = say("{size} in {backing}, {use}", size=format_size(entry.bytes), backing=entry.backing, use=use)
+    told = say("{size}, {use}", size=_size_and_store(entry), use=use)
     if entry.created is not None:
         told = say("{told}, built {age} ago", told=told, age=format_duration(max(0.0, now - entry.created)))
     if entry.last_used is not None:
@@ -415,10 +450,17 @@ def _state(entry: Entry) -> str:
     return told
 
 
+def _size_and_store(entry: Entry) -> str:
+    size = format_size(entry.bytes)
+    if entry.backing == "disk":
+        return say("{size} on disk", size=size)
+    return say("{size} in {backing}", size=size, backing=entry.backing)
+
+
 def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
     """One line about one load."""
     name = _source(entry) if entry.sources else entry.key
-    what = say("{name}: {size} in {backing}", name=name, size=format_size(entry.bytes), backing=entry.backing)
+    what = say("{name}: {size}", name=name, size=_size_and_store(entry))
     if not built:
         return say("{what}, already in the cache ({time})", what=what, time=format_duration(seconds))
     rate = format_size(int(entry.bytes / seconds)) if seconds > 0 else "?"
@@ -444,14 +486,18 @@ def reaped_text(gone: Reaped) -> str:
     lines = [f"{verb} {_named(entry)}" for entry in gone.entries]
     lines += [say("kept {name}: in use", name=_named(entry)) for entry in gone.kept]
     lines += map(_not_loaded, gone.missing)
-    lines.append(
-        say(
-            "{verb} {entries} ({freed}) and {leftovers}",
-            verb=verb, freed=format_size(gone.freed),
-            entries=counted(len(gone.entries), phrase("{count} entry"), phrase("{count} entries")),
-            leftovers=counted(gone.strays, phrase("{count} leftover"), phrase("{count} leftovers")),
-        )
-    )  # fmt: skip
+    told = say(
+        "{verb} {entries} and {leftovers}",
+        verb=verb,
+        entries=counted(len(gone.entries), phrase("{count} entry"), phrase("{count} entries")),
+        leftovers=counted(gone.strays, phrase("{count} leftover"), phrase("{count} leftovers")),
+    )
+    # Whole pages of all files: more than the bytes of the arrays, which the lines above show.
+    size = format_size(gone.freed)
+    if gone.dry_run:
+        lines.append(say("{told}, to free {size}", told=told, size=size))
+    else:
+        lines.append(say("{told}, {size} freed", told=told, size=size))
     for one in gone.short:
         told = say(
             "{store}: {missing} less than requested (limited by {bound})",

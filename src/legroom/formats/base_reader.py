@@ -406,7 +406,7 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
     return [_array(row) if isinstance(row, np.ndarray) else as_json(row) for row in value]
 
 
-_SHOWN = 20
+_SHOWN, _INDEX_SHOWN = 20, 40
 
 
 class Selection:
@@ -421,7 +421,7 @@ class Selection:
             raise UsageError(
                 say("keys={keys!r} selects nothing", keys=keys),
                 why=say("keys lists items of the file; None means all of them"),
-                fix=(say("omit keys to load everything"),),
+                fix=(say("omit keys= to load everything"),),
             )
         self.keys = given
 
@@ -472,15 +472,44 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     # The part before the last slash may be the table, which the column names do not repeat.
     same = [name for name in names if name.endswith("/" + bare)]
     near = same or _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
-    held = listed(map(shown, names[:_SHOWN])) or say("nothing")
-    if len(names) > _SHOWN:
-        held = say("{first} and {count} more", first=held, count=len(names) - _SHOWN)
     fix = [say("did you mean {near!r}?", near=near[0])] if near else []
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
-        why=say("it holds {shown}", shown=held),
-        fix=(*fix, say("omit keys to load everything")),
+        why=say("it holds {shown}", shown=names_shown(names)),
+        fix=(*fix, say("omit keys= to load everything")),
     )
+
+
+def not_a_name(given: object, names: Sequence[str]) -> MissingKey:
+    """The error for ``data[0]``, ``data[:5]``, ``data[b"x"]``: the indexes of lists and of torch's datasets."""
+    meant = given.decode(errors="replace") if isinstance(given, bytes) else ""
+    name = meant if meant in names else next(iter(names), None)
+    index = _index_text(given)
+    code = f"data[{name!r}]" + ("" if given is None or isinstance(given, bytes) else f"[{index}]")
+    return MissingKey(
+        say("data[{given}]: data are selected by name, not by {kind}", given=index, kind=type(given).__name__),
+        why=say("it holds {shown}", shown=names_shown(names)),
+        fix=(
+            *([say("for one array: {code}", code=code)] if names else []),
+            say("for a torch Dataset of all rows: data.dataset()"),
+            say("for batches of all rows: data.batches(32)"),
+        ),
+    )
+
+
+def _index_text(given: object) -> str:
+    """An index as it is written in brackets, shortened."""
+    if isinstance(given, slice):
+        ends = ["" if end is None else repr(end) for end in (given.start, given.stop, given.step)]
+        return ":".join(ends if given.step is not None else ends[:2])
+    text = str(given) if isinstance(given, np.generic) else repr(given)
+    return text if len(text) <= _INDEX_SHOWN else "…"
+
+
+def names_shown(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    held = listed(map(shown, names[:_SHOWN])) or say("nothing")
+    return held if len(names) <= _SHOWN else say("{first} and {count} more", first=held, count=len(names) - _SHOWN)
 
 
 def _nearest(name: str, among: list[str]) -> list[str]:

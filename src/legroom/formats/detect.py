@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from legroom.errors import FormatPluginFailed, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import BaseReader, Candidate, Format, Selection
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
@@ -110,7 +112,9 @@ def _is_tokens(one: Candidate) -> bool:
     if other in _COMPRESSED_NAMES or one.head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
         raise _unknown(one)
     if other is not None:
-        why = say("dtype={dtype!r} was given, but the file looks like {other}", dtype=one.dtype, other=other)
+        why = say(
+            "dtype={dtype!r} was given, but the file looks like {other}", dtype=dtype_name(one.dtype), other=other
+        )
         raise _unknown(one, why)
     return True
 
@@ -290,13 +294,19 @@ def _open(
     plain = known.format if isinstance(known, PluginFormat) else known
     if dtype is not None and not plain.takes_dtype:
         raise UsageError(
-            say("dtype={dtype!r} cannot be used with {path}", dtype=dtype, path=path),
-            why=say("it is a {kind} file, which states the types of its arrays", kind=plain.name),
-            fix=(say("omit dtype"),),
+            say("dtype={dtype!r} cannot be used with {path}", dtype=dtype_name(dtype), path=path),
+            why=say("its format, {kind}, states the types of its arrays", kind=plain.name),
+            fix=(say("omit dtype="),),
         )
     if isinstance(known, PluginFormat):
         return known.open(path, selection, memory)
     return known.open(path, selection, memory, dtype)
+
+
+def dtype_name(dtype: str) -> str:
+    """A dtype of tokens as it is written by hand: uint16, not <u2; >u2 if it is not the machine's byte order."""
+    stored = np.dtype(dtype)
+    return stored.name if stored.isnative else dtype
 
 
 def _is_directory(path: Path) -> bool:
@@ -387,7 +397,12 @@ def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
-    flat = not given and (not why or head.startswith(b"\x80"))
+    text = None
+    if not why or given:
+        text = lazy_import("legroom.formats.recognize_non_token_files").text_format(candidate.file)
+    if text is not None:
+        why, fix = given or text.why, text.fix
+    flat = not given and text is None and (not why or head.startswith(b"\x80"))
     shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
     readable = listed(dict.fromkeys(map(_shown, FORMATS)))
     return UnknownFormat(
@@ -416,9 +431,9 @@ def _unknown_directory(path: Path, found: Counter[str]) -> UnreadableSource:
     return not_a_dataset(path, say("it is a directory, but none of these: {formats}", formats=readable), fix)
 
 
-def not_a_dataset(path: Path, why: str, fix: str) -> UnreadableSource:
+def not_a_dataset(path: Path, why: str, *fix: str) -> UnreadableSource:
     """The error for a directory that no reader takes."""
-    return UnreadableSource(say("cannot read {path}", path=path), why=why, fix=(fix,))
+    return UnreadableSource(say("cannot read {path}", path=path), why=why, fix=fix)
 
 
 def names_in(path: Path) -> dict[str, bool]:

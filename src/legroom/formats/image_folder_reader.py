@@ -58,14 +58,18 @@ def require_classes(path: Path, names: Mapping[str, bool]) -> None:
         example = path / classes[0]
         why = say("its subdirectories are splits, not classes: {names}", names=listed(classes))
         raise not_a_dataset(path, why, say("pass one of them: {example}", example=example))
-    if files := [name for name in beside if not name.lower().startswith(_BESIDE_CLASSES)]:
-        why = say("it has subdirectories and the file {name!r} beside them: it is unclear what to read", name=files[0])
-        raise not_a_dataset(path, why, say("leave nothing but the directories of the classes in it"))
     if not any(_has_image(path / name) for name in classes[:_CLASSES_LOOKED_INTO]):
         why = say("it is a directory without data files, and its subdirectories have no images")
         raise not_a_dataset(
             path, why, say("pass a file in it, or a directory with one subdirectory of images per class")
         )
+    if files := [name for name in beside if not name.lower().startswith(_BESIDE_CLASSES)]:
+        why = say("it has subdirectories and the file {name!r} beside them: it is unclear what to read", name=files[0])
+        raise not_a_dataset(
+            path, why,
+            say("pass the file or the subdirectory that you mean, for example {example}", example=path / classes[0]),
+            say("for images by class, pass a directory that has nothing but one subdirectory per class"),
+        )  # fmt: skip
 
 
 def folders_with_images(path: Path, names: Mapping[str, bool]) -> list[str]:
@@ -93,7 +97,11 @@ def _has_image(path: Path) -> bool:
     waiting, looked = [path], 0
     while waiting and looked <= NAMES_READ:
         folder = waiting.pop()
-        names = names_in(folder)
+        try:
+            names = names_in(folder)
+        except UnreadableSource:  # below /dev and /proc directories come and go; others may be private
+            looked += 1
+            continue
         looked += 1 + len(names)
         if any(name.lower().endswith(IMAGES) for name, is_folder in names.items() if not is_folder):
             return True
@@ -234,7 +242,7 @@ class ImageFolderReader(BaseReader):
         return UnreadableSource(
             say("cannot read {path} as a folder of images", path=self.path),
             why=why,
-            fix=(say("arrange it as one directory per class with images in each: {path}/CLASS/1.jpg", path=self.path),),
+            fix=(say("pass a directory in which every subdirectory is a class with images: DIRECTORY/CLASS/1.jpg"),),
         )
 
 

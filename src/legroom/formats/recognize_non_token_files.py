@@ -1,4 +1,4 @@
-"""What a file recognizably is that was given as flat tokens: compressed, a pickle, text, …
+"""What a file recognizably is that Legroom does not read: compressed, a pickle, CSV, JSON, text, …
 
 Formats that Legroom reads are recognized in detect.py. Tokens may look like anything by chance, so a mark of two bytes
 is not enough: a gzip header has a third one, a pickle is followed through its first instructions.
@@ -6,7 +6,10 @@ is not enough: a gzip header has a third one, a pickle is followed through its f
 
 from __future__ import annotations
 
+import json
 import pickletools
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,8 @@ _MAGICS = {
 _OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 _LEAST_OPCODES = 8  # of a pickle; fewer may be chance
 _LINE = 1 << 20  # of text in a pickle
+_BOM = b"\xef\xbb\xbf"  # at the start of text that Windows programs write
+_LINES = 20  # of text, in which columns are counted
 
 
 def other_format(file: SourceFile, dtype: str) -> str | None:
@@ -50,6 +55,72 @@ def other_format(file: SourceFile, dtype: str) -> str | None:
         return "pickle"
     if np.dtype(dtype).itemsize > 1 and _is_text(head):
         return say("text")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """A format of text that is not read, and how to convert it."""
+
+    why: str
+    fix: str
+
+
+def text_format(file: SourceFile) -> TextFormat | None:
+    """CSV, JSON, JSON Lines or other text; None if the file is not text."""
+    head = file.read_at(0, min(_LOOK, file.size))
+    if not _is_text(head):
+        return None
+    lines = head.removeprefix(_BOM).decode("utf-8", "replace").splitlines()
+    if file.size > len(head) and len(lines) > 1:
+        lines = lines[:-1]  # it may be cut
+    lines = [line for line in lines if line.strip()]
+    first = lines[0].strip() if lines else ""
+    if first.startswith("[") or (first.startswith("{") and not _is_json(first)):
+        return TextFormat(
+            say("it is a JSON file, and JSON is not read"),
+            _parquet(file.path, "json, pyarrow, pyarrow.parquet", "pyarrow.Table.from_pylist(json.load(open({path})))"),
+        )
+    if first.startswith("{"):
+        return TextFormat(
+            say("it is a JSON Lines file, and JSON is not read"),
+            _parquet(file.path, "pyarrow.json, pyarrow.parquet", "pyarrow.json.read_json({path})"),
+        )
+    delimiter = _delimiter(lines)
+    if delimiter is None:
+        return TextFormat(
+            say("it is a text file, and text is not read"),
+            say("write its token IDs to a file with numpy.save; for its bytes as tokens, pass dtype='uint8'"),
+        )
+    options = "" if delimiter == "," else f", parse_options=pyarrow.csv.ParseOptions(delimiter={delimiter!r})"
+    return TextFormat(
+        say("it is a CSV file, and CSV is not read"),
+        _parquet(file.path, "pyarrow.csv, pyarrow.parquet", f"pyarrow.csv.read_csv({{path}}{options})"),
+    )
+
+
+def _parquet(path: Path, modules: str, table: str) -> str:
+    read = table.format(path=repr(str(path)))
+    written = repr(str(path.with_suffix(".parquet")))
+    code = f"import {modules}\npyarrow.parquet.write_table({read}, {written})"
+    return say("convert it to Parquet in Python:\n{code}", code=code)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _delimiter(lines: list[str]) -> str | None:
+    """What separates the columns, if every line has the same number of them. Quoted text may have more."""
+    plain = [line for line in lines[:_LINES] if '"' not in line]
+    for delimiter in ",\t;|":
+        counts = {line.count(delimiter) for line in plain}
+        if len(lines) > 1 and len(counts) == 1 and 0 not in counts:
+            return delimiter
     return None
 
 
@@ -94,6 +165,7 @@ def _after(file: SourceFile, at: int, opcode: Any) -> int | None:
 
 def _is_text(head: bytes) -> bool:
     """Whether the bytes are printable UTF-8. The last character may be cut."""
+    head = head.removeprefix(_BOM)
     for cut in range(4):
         try:
             text = head[: len(head) - cut].decode("utf-8")

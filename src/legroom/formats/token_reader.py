@@ -43,7 +43,7 @@ def require_dtype(path: Path, stated: np.dtype[Any], given: str | None) -> None:
         raise UsageError(
             say("dtype={given!r} is not the type of {path}", given=np.dtype(given).name, path=path),
             why=say("the file states {dtype}", dtype=stated.name),
-            fix=(say("omit dtype"),),
+            fix=(say("omit dtype="),),
         )
 
 

@@ -17,7 +17,7 @@ import pytest
 import legroom
 from legroom.cache import drop_and_gc, mmap_huge_pages_crc32
 from legroom.cache.cached_arrays_and_tables import Ragged
-from legroom.errors import DamagedSource, UnsupportedData, UsageError
+from legroom.errors import BadArgument, DamagedSource, MissingKey, UnsupportedData, UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from archive_samples import write_mds
@@ -203,6 +203,27 @@ def test_ready_in_a_forked_child(data) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.parametrize(
+    ("index", "code"),
+    [(0, "data['codes'][0]"), (slice(5), "data['codes'][:5]"), ([1, 2], "data['codes'][[1, 2]]"),
+     (np.int64(3), "data['codes'][3]"), (b"images", "data['images']"), (None, "data['codes']")],
+)  # fmt: skip
+def test_an_index_that_is_not_a_name_is_refused_in_words(data, index: Any, code: str) -> None:
+    with pytest.raises(MissingKey, match="data are selected by name") as caught:
+        data[index]
+    assert caught.value.fix[0].endswith(": " + code)
+    assert any("data.dataset()" in line for line in caught.value.fix)
+    assert any("data.batches(" in line for line in caught.value.fix)
+
+
+def test_data_given_to_a_loader_is_refused_with_what_to_write(data) -> None:
+    with pytest.raises(BadArgument, match="not a torch Dataset") as caught:
+        legroom.DataLoader(data, batch_size=2)
+    assert "legroom.DataLoader(data.dataset('codes', 'images', " in caught.value.fix[0]
+    # Names may come from a sampler, as with any mapping.
+    assert [len(one) for one in legroom.DataLoader(data, None, sampler=["images"])] == [len(data["images"])]
+
+
 def test_repr_shows_what_it_is(data) -> None:
     assert "images: uint8[10, 2, 3]" in repr(data) and "shm" in repr(data)
     data.close()
@@ -253,7 +274,7 @@ def test_tables_of_several_files_are_one(shm: Path, tmp_path: Path, monkeypatch:
             assert len(data.dataset("x")) == 30
     monkeypatch.setenv("LEGROOM_DISABLE", "0")
     pq.write_table(pa.table({"x": [1.5]}), tmp_path / "part-9.parquet")
-    with pytest.raises(UnsupportedData, match="different columns"):
+    with pytest.raises(UnsupportedData, match=r"only .*part-0.parquet has text"):
         legroom.open(str(tmp_path / "part-*.parquet"))
 
 

@@ -202,3 +202,16 @@ class TestRecord:
             assert "hash" in seen and "allocate" not in seen  # hashed, not loaded a second time
         assert legroom.open(path).info.key == data.info.key
         assert len(os.listdir(shm / "sources")) == 1
+
+
+@pytest.mark.parametrize(("backing", "suggested"), [("shm", True), ("disk", True), ("auto", False)])
+def test_without_room_in_the_store_that_was_asked_for_the_other_is_suggested(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing: str, suggested: bool
+) -> None:
+    def bounds(store: Store) -> list[capacity.Bound]:
+        return [capacity.Bound(10, lambda: "10 B free")]
+
+    monkeypatch.setattr(capacity, "bounds", bounds)
+    with pytest.raises(NoRoom) as caught:
+        legroom.open(make(tmp_path, 1), backing=backing)
+    assert any("backing='auto'" in line for line in caught.value.fix) is suggested

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import shutil
@@ -106,10 +107,25 @@ def test_a_path_may_be_bytes(shm: Path, h5: Path) -> None:
         assert same(legroom.open(path), h5)
 
 
-@pytest.mark.parametrize("path", [None, 3, [3], [None], object()])
+@pytest.mark.parametrize("path", [None, 3, [3], [None], object(), {"a.npy": 1}, io.BytesIO(b"a.npy")])
 def test_what_is_no_path_is_refused(path: object) -> None:
     with pytest.raises(UsageError, match="is not a path"):
         legroom.open(path)  # type: ignore[arg-type]
+
+
+def test_a_file_object_is_not_a_list_of_paths(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n1,2\n")
+    for mode in ("r", "rb"):
+        with path.open(mode) as file, pytest.raises(UsageError, match="is not a path") as caught:
+            legroom.open(file)
+        assert repr(str(path)) in caught.value.fix[0]
+
+
+def test_content_is_not_a_path(h5: Path) -> None:
+    with pytest.raises(UsageError, match="null character") as caught:
+        legroom.open(h5.read_bytes())
+    assert "not its content" in caught.value.fix[0]
 
 
 @pytest.mark.parametrize("keys", [3, b"images", [3], []])

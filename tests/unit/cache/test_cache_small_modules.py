@@ -20,7 +20,7 @@ from legroom.cache.plan_entry_files import plan_files
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import open_stores
 from legroom.errors import BadSize, NoRoom, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, Description
+from legroom.formats.base_reader import ArraySpec, Description, TableSpec
 from legroom.messages import speak
 from legroom.records import CgroupLevel, Memory, MemoryEvents
 
@@ -228,18 +228,35 @@ class TestPlan:
 
     def test_names_and_shapes_must_agree(self) -> None:
         one = ArraySpec("x", (2, 3), np.dtype("f4"))
-        with pytest.raises(UnsupportedData, match="different names"):
-            plan_files([self.describe(one), self.describe(ArraySpec("y", (2, 3), np.dtype("f4")))])
+        files = [Path("/d/one.npz"), Path("/d/two.npz")]
+        with pytest.raises(UnsupportedData, match=r"only /d/one.npz has x; only /d/two.npz has y"):
+            plan_files([self.describe(one), self.describe(ArraySpec("y", (2, 3), np.dtype("f4")))], files)
         for other in (ArraySpec("x", (2, 4), np.dtype("f4")), ArraySpec("x", (2, 3), np.dtype("f8"))):
-            with pytest.raises(UnsupportedData, match="file 2 has"):
-                plan_files([self.describe(one), self.describe(other)])
+            with pytest.raises(UnsupportedData, match=r"/d/two.npz has .* /d/one.npz has"):
+                plan_files([self.describe(one), self.describe(other)], files)
         scalar = ArraySpec("x", (), np.dtype("f4"))
         with pytest.raises(UnsupportedData, match="a scalar"):
-            plan_files([self.describe(scalar), self.describe(scalar)])
+            plan_files([self.describe(scalar), self.describe(scalar)], files)
+
+    def test_columns_must_agree(self) -> None:
+        files = [Path("/d/1.parquet"), Path("/d/2.parquet")]
+        first = TableSpec("table", 2, {"a": "int64", "b": "int64"}, 64)
+        for columns, why in (
+            ({"a": "int64", "c": "int64"}, "only /d/1.parquet has b; only /d/2.parquet has c"),
+            ({"a": "int64"}, "only /d/1.parquet has b"),
+            ({"a": "int64", "b": "string"}, "column 'b' is int64 in /d/1.parquet and string in /d/2.parquet"),
+        ):
+            other = TableSpec("table", 2, columns, 64)
+            with pytest.raises(UnsupportedData) as caught:
+                plan_files([Description("test", (one,), {}, ()) for one in (first, other)], files)
+            assert caught.value.why == why
 
     def test_pieces_lie_one_after_the_other(self) -> None:
         sizes = (2, 0, 5)
-        made = plan_files([self.describe(ArraySpec("x", (n, 3), np.dtype("f4"))) for n in sizes])
+        made = plan_files(
+            [self.describe(ArraySpec("x", (n, 3), np.dtype("f4"))) for n in sizes],
+            [Path("a"), Path("b"), Path("c")][: len(sizes)],
+        )
         (target,) = made.arrays
         assert target.spec.shape == (7, 3)
         assert [piece.offset for piece in target.pieces] == [0, 24, 24]

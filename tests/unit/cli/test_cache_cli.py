@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import legroom
+from legroom.cli.cache import option_names
 from legroom.cli.main import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared cache is Linux's")
@@ -54,6 +56,47 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert "copy intact, source unchanged" in _text(capsys, "verify")
     assert "removed 1 entry" in _text(capsys, "drop", "train.npy")
     assert "the cache is empty" in _text(capsys, "list")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("load only what you need: keys=[…]", "load only what you need: --keys NAME,…"),
+        ("keys=[a, b]", "--keys a,b"),
+        ("omit keys= to load everything", "omit --keys to load everything"),
+        ("不带 keys= 则全部加载", "不带 --keys 则全部加载"),
+        ("use hash='md5', which needs no package", "use --hash md5, which needs no package"),
+        ("backing='auto'", "--backing auto"),
+        ("wait=False was given", "--no-wait was given"),
+        ("https://host/a?hash=1&keys=", "https://host/a?hash=1&keys="),
+    ],
+)
+def test_errors_name_options_instead_of_arguments(text: str, shown: str) -> None:
+    assert option_names(text) == shown
+
+
+def test_errors_of_load_can_be_typed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _text(capsys, "load", "train.npy", "--dtype", "uint16", status=2)
+    assert "--dtype uint16 cannot be used" in shown and "omit --dtype" in shown and "<u2" not in shown
+    assert "its format, npy, states" in shown
+    shown = _text(capsys, "load", "train.npy", "--keys", "nope", status=2)
+    assert "omit --keys to load everything" in shown
+    Path("tokens").write_bytes(b"\xfe\x01\x02\x03")
+    assert "pass their type: --dtype uint16" in _text(capsys, "load", "tokens", status=2)
+    np.savez("other.npz", x=np.arange(3))
+    shown = _text(capsys, "load", "--join", "train.npy", "other.npz", status=2)
+    assert f"only {home}/train.npy has array; only {home}/other.npz has x" in shown and "with --keys" in shown
+    whole = _json(capsys, "load", "train.npy", "--keys", "nope", status=2)
+    assert whole["error"]["fix"] == ["omit --keys to load everything"]  # type: ignore[index]
+
+
+def test_sizes_are_explained(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "224 B on disk" in _text(capsys, "load", "train.npy", "--backing", "disk")
+    assert "224 B on disk, not in use" in _text(capsys, "list")
+    assert re.search(
+        r"entry and 0 leftovers, to free [\d.]+ KB$", _text(capsys, "gc", "--older", "0s", "--dry-run").strip()
+    )
+    assert re.search(r"removed 1 entry and 0 leftovers, [\d.]+ KB freed$", _text(capsys, "drop", "train.npy").strip())
 
 
 @pytest.fixture

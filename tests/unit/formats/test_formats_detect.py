@@ -14,6 +14,7 @@ import pytest
 import rigs
 
 from legroom.errors import DamagedSource, MissingPackage, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
+from legroom.formats import image_folder_reader
 from legroom.formats.detect import open_source
 
 
@@ -45,6 +46,72 @@ def test_a_link_to_itself_is_unreadable(tmp_path: Path) -> None:
 
 def test_a_directory_of_no_known_format_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSource, match="none of these: MosaicML MDS, Zarr"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reads"),
+    [
+        ("a,b\n1,2\n3,4\n", "a CSV file", "pyarrow.csv.read_csv('{path}')"),
+        ('\ufeffname,text\nx,"one, two"\n', "a CSV file", "pyarrow.csv.read_csv('{path}')"),
+        ("a\tb\n1\t2\n", "a CSV file", "ParseOptions(delimiter='\\t'))"),
+        ('{"a": 1}\n{"a": 2}\n', "a JSON Lines file", "pyarrow.json.read_json('{path}')"),
+        ('[{"a": 1},\n {"a": 2}]\n', "a JSON file", "json.load(open('{path}'))"),
+        ('{\n "a": 1\n}\n', "a JSON file", "json.load(open('{path}'))"),
+        ("To be, or not to be\nthat is the question\n", "a text file", "dtype='uint8'"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, "<u2"])
+def test_text_is_refused_with_its_conversion(
+    tmp_path: Path, text: str, kind: str, reads: str, dtype: str | None
+) -> None:
+    path = tmp_path / "data.txt"
+    path.write_text(text)
+    with pytest.raises(UnknownFormat) as caught:
+        open_source(path, dtype=dtype)
+    assert kind in caught.value.why if dtype is None else "dtype='uint16' was given" in caught.value.why
+    assert reads.format(path=path) in caught.value.fix[0]
+    assert not any("uint16" in line for line in caught.value.fix)
+
+
+def test_the_conversion_of_a_csv_file_works(tmp_path: Path) -> None:
+    path = tmp_path / "it's.csv"
+    path.write_text("a,b\n1,2\n3,4\n")
+    with pytest.raises(UnknownFormat) as caught:
+        open_source(path)
+    exec(caught.value.fix[0].partition("\n")[2], {})
+    with open_source(path.with_suffix(".parquet")) as reader:
+        (table,) = reader.describe().items
+    assert list(table.columns) == ["a", "b"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_a_directory_with_other_files_is_not_to_be_emptied(tmp_path: Path, image: bool) -> None:
+    """`cache load /` was answered with "leave nothing but the directories of the classes in it"."""
+    for name in ("bin", "etc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("1.jpg" if image else "passwd")).write_bytes(b"1")
+    (tmp_path / "vmlinuz").write_bytes(b"1")
+    with pytest.raises(UnreadableSource) as caught:
+        open_source(tmp_path)
+    assert caught.value.fix[0].startswith("pass ") and all("leave" not in line for line in caught.value.fix)
+
+
+def test_a_directory_in_which_one_cannot_be_listed_is_judged_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cache load /` ended at a directory in /dev/fd that no longer existed."""
+    for name in ("dev", "etc"):
+        (tmp_path / name).mkdir()
+    listed = image_folder_reader.names_in
+
+    def names_in(path: Path) -> dict[str, bool]:
+        if path.name == "dev":
+            raise UnreadableSource("gone")
+        return listed(path)
+
+    monkeypatch.setattr(image_folder_reader, "names_in", names_in)
+    with pytest.raises(UnreadableSource, match="its subdirectories have no images"):
         open_source(tmp_path)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from legroom.errors import BatchLost, WorkerDied
 from legroom.loader.dataloader import explain_worker_crash
+from legroom.loader.dataloader.worker_process import IMPORTED_MAIN
 from legroom.records import Memory, MemoryEvents
 
 
@@ -35,6 +39,44 @@ def test_every_exit_code_has_a_reason_and_a_fix(code: int, before: Any, now: Any
     assert said in why and fix and all(fix)
     if now != before:
         assert any("num_workers=2" in line for line in fix)
+
+
+@pytest.mark.parametrize(
+    ("code", "method", "said", "do"),
+    [
+        (IMPORTED_MAIN, "spawn", "the script does not check __name__", "if __name__ =="),
+        (IMPORTED_MAIN, "fork", "status 78", "num_workers=0"),
+        (1, "forkserver", "it failed while it was starting", "the worker's own error above"),
+        (1, "fork", "status 1", "num_workers=0"),
+    ],
+)
+def test_a_worker_that_is_not_forked_may_fail_before_it_uses_the_dataset(
+    code: int, method: str, said: str, do: str
+) -> None:
+    why, fix = explain_worker_crash.explain(code, memory(0), memory(0), 4, method)
+    assert said in why and do in fix[0]
+
+
+def test_a_worker_that_ends_before_it_has_received_a_large_dataset() -> None:
+    died = explain_worker_crash.explain_start(BrokenPipeError(32, "Broken pipe"), "forkserver")
+    assert isinstance(died, WorkerDied) and "if __name__ ==" in died.fix[0]
+    assert explain_worker_crash.explain_start(BrokenPipeError(32, "Broken pipe"), "fork") is None
+    assert explain_worker_crash.explain_start(ValueError("no"), "spawn") is None
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_does_not_check_its_name(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import legroom\n"
+        f"for batch in legroom.DataLoader([1, 2], num_workers=1, multiprocessing_context={method!r}):\n"
+        "    print(batch)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "bootstrapping" not in done.stderr
+    last = done.stderr.rpartition("legroom.errors.WorkerDied: ")[2]
+    assert "the script does not check __name__" in last and 'if __name__ == "__main__":' in last
+    assert "num_workers=0" not in last
 
 
 def group(*codes: int | None) -> explain_worker_crash.WorkerGroup:

@@ -25,14 +25,24 @@ from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
 from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress, WorkerState
-from legroom.loader.dataloader.explain_start_failure import explain_argument, explain_pickling, use_short_tmpdir
-from legroom.loader.dataloader.explain_worker_crash import WorkerGroup, explain_sigchld
+from legroom.loader.dataloader.explain_start_failure import (
+    explain_argument,
+    explain_pickling,
+    refuse_data,
+    use_short_tmpdir,
+)
+from legroom.loader.dataloader.explain_worker_crash import (
+    WorkerGroup,
+    explain_sigchld,
+    explain_start,
+    importing_main_message,
+)
 from legroom.loader.dataloader.pin_memory import cuda_pinner
 from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
 from legroom.loader.dataloader.sharing.shared_epoch_iterator import SharedEpoch, Sharing
 from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers
-from legroom.loader.dataloader.worker_process import EndWithProgram
+from legroom.loader.dataloader.worker_process import EndWithProgram, exit_if_importing_main
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import require
@@ -103,6 +113,8 @@ class Loader:
         **options: Any,
     ) -> None:
         parse_budget(memory_budget)
+        if sampler is None and batch_sampler is None:  # a sampler may give names
+            refuse_data(dataset)
         try:
             super().__init__(  # type: ignore[call-arg]
                 dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
@@ -256,6 +268,7 @@ class Loader:
                 inner = start()
             return Epoch(inner, None, progress, None, self._use_torch_transport, persistent=False)
         method = start_method(loader.multiprocessing_context)
+        exit_if_importing_main(lambda: importing_main_message(method))
         use_short_tmpdir(required=method == "forkserver" or self.transport == "torch")
         # None: torch pins the batches, or they are not pinned.
         pinner = cuda_pinner() if loader.pin_memory and self.transport == "arena" else None
@@ -274,7 +287,8 @@ class Loader:
         except BaseException as problem:
             if admission is not None:
                 admission.close()  # torch ends those that have started, and they must not wait
-            if (explained := self._explain_pickling(problem)) is None:
+            explained = self._explain_pickling(problem) or explain_start(problem, method)
+            if explained is None:
                 raise
             raise explained from problem
         if admission is not None and batches_ordered(inner) == 0:
@@ -283,7 +297,7 @@ class Loader:
         if every is None:
             every = [process for process in multiprocessing.active_children() if process not in before]
         started = [process for process in every if self._group is None or process.pid not in self._group.pids]
-        group = self._group if persistent and self._group is not None and not started else WorkerGroup(started)
+        group = self._group if persistent and self._group is not None and not started else WorkerGroup(started, method)
         if persistent:
             self._group = group
         self._seeded = self._seeded or persistent

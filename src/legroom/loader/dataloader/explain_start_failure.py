@@ -15,13 +15,16 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from legroom.errors import BadArgument, LoaderError, Unpicklable
+from legroom.formats.base_reader import names_shown
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.messages import say
 from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
+from legroom.system.lazy_and_optional_imports import import_lock
 
 _log = logging.getLogger("legroom")
 _SOCKET_NAME = len("/listener-12345678")
 _SHORT_FOLDERS = ("/tmp", "/var/tmp")
+_NAMES_SHOWN = 3
 _Explanation = tuple[str, tuple[str, ...]]
 
 
@@ -75,6 +78,30 @@ _KNOWN = {  # words of torch's sentence
     "persistent_workers option needs num_workers > 0": lambda given: _needs_workers("persistent_workers", given),
     "sampler option is mutually exclusive with shuffle": _sampler,
 }
+
+
+def refuse_data(dataset: Any) -> None:
+    """Raise if the dataset is what legroom.open returns: a mapping of names to arrays, of which torch asks item 0.
+
+    It is not replaced by ``data.dataset()``: which arrays make a sample, and in which order, is the caller's choice.
+    """
+    if not isinstance(dataset, Mapping):
+        return
+    with import_lock:
+        from legroom.cache.cached_arrays_and_tables import CachedData
+
+    if not isinstance(dataset, CachedData):
+        return
+    names = [*dataset][:_NAMES_SHOWN]
+    raise BadArgument(
+        say("legroom.open() returns a mapping of names to arrays, which is not a torch Dataset"),
+        why=say("it holds {shown}", shown=names_shown([*dataset])),
+        fix=(
+            say("make a Dataset of the arrays that you need: {code}",
+                code=f"legroom.DataLoader(data.dataset({', '.join(map(repr, names))}), …)"),
+            say("or iterate over batches without workers: data.batches(32)"),
+        ),
+    )  # fmt: skip
 
 
 def explain_pickling(dataset: Any, collate_fn: Any, worker_init_fn: Any) -> Unpicklable | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BatchLost, WorkerDied
+from legroom.loader.dataloader.worker_process import IMPORTED_MAIN
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
@@ -31,8 +32,9 @@ _TORCH_TEXT = re.compile(r"DataLoader worker \(pid(?:\(s\))? ?([\d, ]+)\)")
 class WorkerGroup:
     """The workers of one iterator."""
 
-    def __init__(self, processes: Sequence[BaseProcess]) -> None:
+    def __init__(self, processes: Sequence[BaseProcess], method: str = "fork") -> None:
         self.processes = list(processes)
+        self._method = method
         self._before = memory(Host())
         _groups[:] = [ref for ref in _groups if ref() is not None] + [weakref.ref(self)]
 
@@ -52,7 +54,7 @@ class WorkerGroup:
             return None
         pid, code = crashed[0]
         assert code is not None
-        why, fix = explain(code, self._before, memory(Host()), len(self.processes))
+        why, fix = explain(code, self._before, memory(Host()), len(self.processes), self._method)
         return WorkerDied(_what(pid, code), why=why, fix=fix)
 
 
@@ -60,8 +62,40 @@ class WorkerGroup:
 _groups: list[weakref.ref[WorkerGroup]] = []
 
 
-def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, tuple[str, ...]]:
-    """(why, what to do) for an exit code, judged by the OOM counters before and now."""
+def explain_start(problem: BaseException, method: str) -> WorkerDied | None:
+    """The reason why a worker ended before it had received the dataset; None if that is not what happened."""
+    if method == "fork" or not isinstance(problem, (BrokenPipeError, ConnectionError, EOFError)):
+        return None
+    return WorkerDied(
+        say("a DataLoader worker ended while it was starting"),
+        why=say("it ended before it had received the dataset. With start method {method!r}, a worker first imports the "
+                "main script, and so runs everything outside of an if __name__ block", method=method),
+        fix=(*_guard_main(), say("if the worker printed an error above, fix that")),
+    )  # fmt: skip
+
+
+def importing_main_message(method: str) -> str:
+    """What a worker prints that would start the training again, because it imports the main script."""
+    why, fix = _importing_main(method)
+    return "legroom: " + str(WorkerDied(say("the main script starts DataLoader workers while it is imported"), why=why,
+                                        fix=fix))  # fmt: skip
+
+
+def _importing_main(method: str) -> tuple[str, tuple[str, ...]]:
+    why = say("with start method {method!r}, a worker first imports the main script. That import starts the training "
+              "again, because the script does not check __name__", method=method)  # fmt: skip
+    return why, (*_guard_main(), say("or, on Linux, pass multiprocessing_context='fork', which imports nothing"))
+
+
+def _guard_main() -> tuple[str, ...]:
+    return (
+        say("put the training code of the main script into a function, and call it at the end:\n"
+            "if __name__ == \"__main__\":\n    main()"),
+    )  # fmt: skip
+
+
+def explain(code: int, before: Memory, now: Memory, workers: int, method: str = "fork") -> tuple[str, tuple[str, ...]]:
+    """(why, what to do) for an exit code, judged by the OOM counters before and now, and by the start method."""
     fewer = say("use num_workers={less} or a smaller batch", less=max(1, workers // 2))
     if code == -signal.SIGKILL:
         kills, first = now.events.oom_kills, before.events.oom_kills
@@ -101,6 +135,18 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
             say("print where it crashed:\npython -X faulthandler …"),
             say("num_workers=0 runs the dataset in this process"),
         )
+    if code == IMPORTED_MAIN and method != "fork":
+        return _importing_main(method)
+    if method != "fork" and code == 1:
+        why = say("it failed while it was starting, or the dataset's code called exit(1). With start method "
+                  "{method!r}, a worker imports the main script and unpickles the dataset first",
+                  method=method)  # fmt: skip
+        return why, (
+            say("read the worker's own error above"),
+            say("define the dataset's class and its functions at the top level of a module, not below "
+                "if __name__ == \"__main__\""),
+            say("num_workers=0 shows where the dataset's code ends the process"),
+        )  # fmt: skip
     why = say("the dataset, its transforms or worker_init_fn ended the process with status {code}", code=code)
     return why, (say("num_workers=0 shows where"),)
 

@@ -16,6 +16,7 @@ import ctypes
 import mmap
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,21 @@ _GROWTH = 1 << 20
 _GROWTH_POLL_S = 0.002
 _set_async_exc = getattr(ctypes.pythonapi, "PyThreadState_SetAsyncExc", None)
 _ending: tuple[int, Callable[[], bool] | None] = (0, None)  # pid, and how to read torch's event in that process
+
+
+IMPORTED_MAIN = 78  # exit status of a worker whose import of the main script started workers itself (EX_CONFIG)
+
+
+def exit_if_importing_main(message: Callable[[], str]) -> None:
+    """End this process with a message if it is a worker that still imports the main script.
+
+    The script does not check ``__name__``, so that each worker would start the training again. The exit status shows
+    the program why its worker ended. The fork server replaces the status of a SystemExit by 1.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.stderr.write(message() + "\n")
+        sys.stderr.flush()
+        os._exit(IMPORTED_MAIN)
 
 
 def program_alive() -> bool:
