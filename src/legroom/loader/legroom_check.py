@@ -192,7 +192,8 @@ def _dataset_does_not_fit(machine: Machine, problem: DatasetOutOfMemory) -> Plan
     free = next((pool.free for pool in machine.pools if pool.name == problem.pool), None) or 0
     term = Term(problem.pool, max(problem.taken, free + RESERVE), problem.why or str(problem), say("measured"))
     amounts = {"shm": 0, "ram": 0, "pinned": 0, "fds": 0, "disk": 0, problem.pool: term.bytes}
-    return replace(fit(Need((term,), **amounts), machine), largest_batch=0, machine=machine)
+    need = Need((term,), **amounts, at_least=(problem.pool,))
+    return replace(fit(need, machine), largest_batch=0, machine=machine)
 
 
 def _samples_in(batch_size: int, rows: int | None) -> int:
@@ -485,7 +486,9 @@ def _notes(
     notes = []
     if trial is None and demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process is not included: pass --process-ram"))
-    if trial is None and demand.num_workers and not demand.worker_ram:
+    if trial is not None and trial.short == "shm":
+        notes.append(say("the trial run stopped when /dev/shm was full: what it did not reach is predicted"))
+    if (trial is None or trial.short == "shm") and demand.num_workers and not demand.worker_ram:
         notes.append(say("memory of the worker processes was not measured and is not included"))
     if demand.worker_ram_source:
         notes.append(say("memory of the dataset object is unknown and not included"))
