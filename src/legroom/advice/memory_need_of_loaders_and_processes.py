@@ -378,10 +378,8 @@ def _measured_terms(demand: Demand, batch: Batch, trial: LoaderTrial, machine: M
     terms = [Term("ram", ram, what, source)]
     shm, what = (trial.shm - overlap(demand, trial)[0]) * count, say("batches and semaphores at their peak")
     if trial.short == "shm":
-        # What it was refused is one tensor at least. How many of the batch's tensors were in there is not known.
-        # A batch without tensors fails too: each worker needs semaphores there.
-        refused = batch_pages([max(loaders_of(demand, batch)[0].tensors, default=1)])
-        shm = max(shm + refused, (free_amount(machine, "shm") or 0) + PAGE)
+        # How much of the tensor that was refused is in there already is not known.
+        shm = max(shm, (free_amount(machine, "shm") or 0) + PAGE)
         what = say("stopped at {taken}: needs more than that", taken=format_size(trial.shm))
     terms.append(Term("shm", shm, what, source))
     fds, what = trial.fds, say("open files of the main process")

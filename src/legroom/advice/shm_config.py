@@ -62,7 +62,7 @@ def _no_limit(option: str, memory: int | None, known: str, indent: str = "") -> 
     return [
         indent + say("# No memory limit: the RAM of the processes is unknown. --process-ram or --measure gives it."),
         indent
-        + say("# To set {option}: the RAM of the processes + {known} for /dev/shm and batches.",
+        + say("# To add one, set {option} to the RAM of the processes plus {known} for /dev/shm and batches.",
               option=option, known=known),
     ]  # fmt: skip
 
@@ -172,7 +172,7 @@ def _slurm(size: int, memory: int | None, known: int, need: Need | None, gpus: i
     return "\n".join(
         (
             *lines,
-            *_no_limit("#SBATCH --mem", memory, f"{known >> 20}M"),
+            *_no_limit("--mem", memory, f"{known >> 20}M"),
             say("# /dev/shm belongs to the node; this job needs {bytes} bytes of it.", bytes=wanted),
             "free=$(df --output=avail -B1 /dev/shm | tail -n 1)",
             f'if [ "$free" -lt {wanted} ]; then',
