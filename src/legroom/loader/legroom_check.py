@@ -166,7 +166,7 @@ def check(
         fix=(*_suggest_legroom_loader(demand, batch, machine, verdict), *verdict.fix),
         settings=largest_settings(demand, batch, machine, fitting=fitting) if known or fitting else None,
         largest_batch=largest_batch(demand, batch, machine) if known else batch_size if fitting else 0,
-        notes=(*verdict.notes, *_notes(demand, measured, data, trial, tries=tries or not here)),
+        notes=(*verdict.notes, *_notes(demand, measured, data, trial, verdict.need, tries=tries or not here)),
         machine=machine,
         findings=_findings(demand, trial),
     )
@@ -481,14 +481,18 @@ def _suggest_legroom_loader(demand: Demand, batch: Batch, machine: Machine, verd
 
 
 def _notes(
-    demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, *, tries: bool
+    demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, need: Need, *, tries: bool
 ) -> tuple[str, ...]:
     notes = []
+    stopped = trial is not None and trial.short is not None
+    predicted = trial is None or (stopped and "ram" not in need.at_least)
+    if stopped and {"shm", "ram"} - {*need.at_least}:
+        notes.append(
+            say("the trial run stopped early: the need is the prediction where that is larger than what it used")
+        )
     if trial is None and demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process is not included: pass --process-ram"))
-    if trial is not None and trial.short == "shm":
-        notes.append(say("the trial run stopped when /dev/shm was full: what it did not reach is predicted"))
-    if (trial is None or trial.short == "shm") and demand.num_workers and not demand.worker_ram:
+    if predicted and demand.num_workers and not demand.worker_ram:
         notes.append(say("memory of the worker processes was not measured and is not included"))
     if demand.worker_ram_source:
         notes.append(say("memory of the dataset object is unknown and not included"))
