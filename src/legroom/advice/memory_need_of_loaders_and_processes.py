@@ -7,7 +7,7 @@ shared memory for sending it exist at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, loaders_of, workload_of
@@ -330,6 +330,7 @@ def most_samples(each: Each, free: int, workers: int, samples: int) -> int:
 _MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share and bytes: no two runs use exactly the same
 _PICKLED = 16  # at most this share of it for a pickled batch on its way
 _SLICE_S = 0.1  # for which the training process may have to wait for a core between two lines of Python
+_STOPPED = ("ram", "shm", "fds")  # pools that can stop a trial
 _SHORT = 2 << 20  # at least this much more is needed if a trial was stopped
 
 
@@ -351,7 +352,10 @@ def tried_need(demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machin
     terms = _measured_terms(demand, batch, trial, machine)
     at_least: list[str] = []
     if trial.short is not None:
-        terms, at_least = _not_below(terms, _predicted(demand, batch, trial), batch)
+        reached = _filled(demand, batch, trial)
+        terms, at_least = _not_below(terms, _predicted(demand, batch, trial), reached, count)
+        if not sum(batch.tensors):  # the size of a batch is not known
+            at_least = [*_STOPPED]
     if pinned_bytes:
         terms.append(Term("ram", pinned_bytes, say("pinned memory is RAM"), say("the sum of the pinned terms")))
     return Need(
@@ -407,15 +411,20 @@ def _predicted(demand: Demand, batch: Batch, trial: LoaderTrial) -> tuple[Term, 
     return need(loop).terms
 
 
-def _not_below(measured: Iterable[Term], predicted: Iterable[Term], batch: Batch) -> tuple[list[Term], list[str]]:
+def _not_below(
+    measured: Sequence[Term], predicted: Sequence[Term], trial: LoaderTrial, ranks: int
+) -> tuple[list[Term], list[str]]:
     """For each pool the larger of both, and the pools of which only a lower bound is known."""
     terms: list[Term] = []
     at_least: list[str] = []
+    missing = max(0, _sum_of(predicted, "shm") - trial.shm * ranks)
     for term in measured:
-        whole = [one for one in predicted if one.pool == term.pool]
-        larger = _sum(whole) > term.bytes
-        terms += whole if larger else [term]
-        if not larger or not sum(batch.tensors):  # without its tensors, the size of a batch is not known
+        whole, reached = [one for one in predicted if one.pool == term.pool], [term]
+        if term.pool == "ram" and missing:
+            reached.append(Term("ram", missing, say("batches in /dev/shm that it did not reach"), say("predicted")))
+        larger = _sum(whole) > _sum(reached)
+        terms += whole if larger else reached
+        if not larger and len(reached) == 1:
             at_least.append(term.pool)
     return terms, at_least
 

@@ -484,15 +484,13 @@ def _notes(
     demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, need: Need, *, tries: bool
 ) -> tuple[str, ...]:
     notes = []
-    stopped = trial is not None and trial.short is not None
-    predicted = trial is None or (stopped and "ram" not in need.at_least)
-    if stopped and {"shm", "ram"} - {*need.at_least}:
+    if trial is not None and trial.short is not None and {"shm", "ram"} - {*need.at_least}:
         notes.append(
             say("the trial run stopped early: the need is the prediction where that is larger than what it used")
         )
     if trial is None and demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process is not included: pass --process-ram"))
-    if predicted and demand.num_workers and not demand.worker_ram:
+    if trial is None and demand.num_workers and not demand.worker_ram:
         notes.append(say("memory of the worker processes was not measured and is not included"))
     if demand.worker_ram_source:
         notes.append(say("memory of the dataset object is unknown and not included"))
