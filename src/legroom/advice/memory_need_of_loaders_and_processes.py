@@ -417,7 +417,8 @@ def _not_below(
     """For each pool the larger of both, and the pools of which only a lower bound is known."""
     terms: list[Term] = []
     at_least: list[str] = []
-    missing = max(0, _sum_of(predicted, "shm") - trial.shm * ranks)
+    # A trial that ran out of RAM is known to need more than there is, by an unknown amount: nothing is added to that.
+    missing = max(0, _sum_of(predicted, "shm") - trial.shm * ranks) if trial.short == "shm" else 0
     for term in measured:
         whole, reached = [one for one in predicted if one.pool == term.pool], [term]
         if term.pool == "ram" and missing:
