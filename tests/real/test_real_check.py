@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 import check_rig
+from rigs import small_shm
 
 pytestmark = [pytest.mark.real("mount", "cgroup"), pytest.mark.timeout(900)]
 SEED = int(os.environ.get("LEGROOM_SEED") or random.SystemRandom().randrange(1 << 30))
@@ -58,6 +61,19 @@ def test_check_answers_no_in_little_memory_and_is_not_killed(setting: dict[str, 
     asked = {**PLAIN, **setting}
     ran = check_rig.run(check_rig.check_command(asked), asked, 120 << 20, 1 << 30, 1024)
     assert ran.status == 1 and '"too-big"' in ran.output, ran
+
+
+def test_check_answers_yes_with_the_size_that_it_advised() -> None:
+    """2 workers need 7 batches of 8 MB. In 16 MB the trial run is refused the second or third one."""
+    line = [sys.executable, "-m", "legroom", "check", "--sample-bytes", "256KB", "--batch", "32", "--workers", "2"]
+    line += ["--json", "--timeout", "12s"]
+    first = subprocess.run(small_shm(line, "16m"), capture_output=True, text=True, timeout=120)
+    found = json.loads(first.stdout)
+    need = found["need"]["shm"]
+    assert first.returncode == 1 and 7 * (8 << 20) <= need < 8 * (8 << 20) and "shm" not in found["at_least"], found
+    (advised,) = set(re.findall(r"(?:remount,|shm-)size=(\w+)", "\n".join(found["problems"][0]["fix"])))
+    again = subprocess.run(small_shm(line, advised), capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and json.loads(again.stdout)["verdict"] == "fits", (advised, again)
 
 
 def test_a_loop_that_hangs_for_want_of_shared_memory_is_a_no() -> None:

@@ -47,7 +47,14 @@ def too_small(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "shm-default-64mb",
             "critical",
-            say("/dev/shm is {size}, the container default: multi-worker DataLoaders will crash", **numbers),
+            say(
+                "/dev/shm is {size}, the container default: multi-worker DataLoaders will crash"
+                if size == DEFAULT_SIZE
+                else "/dev/shm is {size}, less than the container default of {default}: multi-worker DataLoaders will "
+                "crash",
+                default=format_size(DEFAULT_SIZE),
+                **numbers,
+            ),
             say(
                 "torch's DataLoader with 4 workers and prefetch_factor=2 keeps up to {flights} batches "
                 "in /dev/shm. A batch above {largest} fails with 'unable to allocate shared memory' or "

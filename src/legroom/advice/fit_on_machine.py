@@ -112,7 +112,8 @@ def fit(need: Need, machine: Machine) -> Plan:
     problems: list[Problem] = []
     unknown: dict[str, str] = {}
     for name, amount in asked.items():
-        _judge(machine, name, amount, free_amount(machine, name), problems, unknown)
+        at_least = name in need.at_least
+        _judge(machine, name, amount, free_amount(machine, name), problems, unknown, at_least=at_least)
     if need.gpu:
         for pool in _cards(machine):
             _judge(machine, pool.name, need.gpu, pool.free, problems, unknown)
@@ -120,12 +121,20 @@ def fit(need: Need, machine: Machine) -> Plan:
             unknown["gpu"] = machine.gpus.reason or say("no GPU could be read")
     problems.sort(key=lambda problem: -(problem.need / max(1, problem.free)))
     verdict: Fit = "too-big" if problems else "unknown" if unknown else "fits"
-    fix = problems[0].fix if problems else ()
+    # A larger /dev/shm does not help alone where the RAM that backs it is short too.
+    fix = tuple(dict.fromkeys(step for problem in problems for step in problem.fix))
     return Plan(need=need, verdict=verdict, problems=tuple(problems), unknown=unknown, fix=fix)
 
 
 def _judge(
-    machine: Machine, name: str, amount: int, room: int | None, problems: list[Problem], unknown: dict[str, str]
+    machine: Machine,
+    name: str,
+    amount: int,
+    room: int | None,
+    problems: list[Problem],
+    unknown: dict[str, str],
+    *,
+    at_least: bool = False,
 ) -> None:
     if not amount:
         return
@@ -133,18 +142,26 @@ def _judge(
     if room is None:
         unknown[name] = (pool.reason or pool.source) if pool else say("not present on this machine")
     elif amount > room:
-        problems.append(Problem(name, amount, room, _message(name, amount, room), relieve(machine, name, amount)))
+        message = _message(name, amount, room, at_least=at_least)
+        problems.append(Problem(name, amount, room, message, relieve(machine, name, amount)))
 
 
 def _cards(machine: Machine) -> list[Pool]:
     return [pool for pool in machine.pools if pool.name.startswith("gpu")]
 
 
-def _message(name: str, amount: int, room: int) -> str:
+def _message(name: str, amount: int, room: int, *, at_least: bool) -> str:
     if name == "fds":
-        return say("{amount} file descriptors needed, the limit is {room}", amount=amount, room=room)
+        return say(
+            "at least {amount} file descriptors needed, the limit is {room}"
+            if at_least
+            else "{amount} file descriptors needed, the limit is {room}",
+            amount=amount, room=room,
+        )  # fmt: skip
     return say(
-        "{name}: {amount} needed, {room} free, {missing} short",
+        "{name}: at least {amount} needed, {room} free, {missing} short"
+        if at_least
+        else "{name}: {amount} needed, {room} free, {missing} short",
         name=name, amount=format_size(amount), room=format_size(room), missing=format_size(amount - room),
     )  # fmt: skip
 

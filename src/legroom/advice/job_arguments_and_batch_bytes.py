@@ -42,6 +42,7 @@ class Batch:
     making: int | None = None  # private bytes while it is assembled; None: as many as the batch
     each: bool = False  # every sample has its own tensors: a larger batch has more of them, not larger ones
     pickled: int = 0  # bytes of all that is not a tensor
+    endless: bool = False  # only its size is given: there are as many batches as the queues take
 
     def of(self, samples: int) -> Batch:
         """The batch scaled to another number of samples: larger tensors, rounded up, or more tensors."""
@@ -52,7 +53,7 @@ class Batch:
             scaled = tuple(-(-nbytes * samples // self.samples) for nbytes in self.tensors)
         making = None if self.making is None else -(-self.making * samples // self.samples)
         pickled = -(-self.pickled * samples // self.samples)
-        return Batch(scaled, samples, self.source, self.rows, making, self.each, pickled)
+        return Batch(scaled, samples, self.source, self.rows, making, self.each, pickled, self.endless)
 
     def _as_one(self, samples: int) -> tuple[int, ...]:
         """More tensors than any descriptor limit allows: their sizes no longer matter."""
@@ -101,7 +102,7 @@ def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
     samples = check_integer("batch_size", samples, 1)
     sample_bytes = check_integer("sample_bytes", sample_bytes, 1)
     text = source or say("{each} per sample × {samples}, given by you", each=format_size(sample_bytes), samples=samples)
-    return Batch((sample_bytes * samples,), samples, text)
+    return Batch((sample_bytes * samples,), samples, text, endless=True)
 
 
 def loaders_of(demand: Demand, batch: Batch | None) -> tuple[PlannedLoader, ...]:

@@ -7,7 +7,7 @@ shared memory for sending it exist at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, loaders_of, workload_of
@@ -330,11 +330,15 @@ def most_samples(each: Each, free: int, workers: int, samples: int) -> int:
 _MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share and bytes: no two runs use exactly the same
 _PICKLED = 16  # at most this share of it for a pickled batch on its way
 _SLICE_S = 0.1  # for which the training process may have to wait for a core between two lines of Python
+_STOPPED = ("ram", "shm", "fds")  # pools that can stop a trial
 _SHORT = 2 << 20  # at least this much more is needed if a trial was stopped
 
 
 def tried_need(demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machine) -> Need:
-    """The measured need for all ranks, plus what the trial did not run: model, validation loader, checkpoints."""
+    """The measured need for all ranks, plus what the trial did not run: model, validation loader, checkpoints.
+
+    A trial that ran out of a pool has measured only what it got. Its need is then at least the predicted one.
+    """
     count = demand.ranks
     whole = workload_of(demand, batch, count, count)
     stated = 0 if demand.process_ram_source else demand.process_ram or 0
@@ -345,37 +349,89 @@ def tried_need(demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machin
     )
     pinned = [term for term in need(replace(whole, loaders=whole.loaders[:1])).terms if term.pool == "pinned"]
     pinned_bytes = sum(term.bytes for term in pinned)
-    source = _source(trial)
+    terms = _measured_terms(demand, batch, trial, machine)
+    at_least: list[str] = []
+    if trial.short is not None:
+        reached = _filled(demand, batch, trial)
+        terms, at_least = _not_below(terms, _predicted(demand, batch, trial), reached, count)
+        if not sum(batch.tensors):  # the size of a batch is not known
+            at_least = [*_STOPPED]
+    if pinned_bytes:
+        terms.append(Term("ram", pinned_bytes, say("pinned memory is RAM"), say("the sum of the pinned terms")))
+    return Need(
+        terms=tuple(term for term in (*terms, *pinned, *rest.terms) if term.bytes),
+        shm=_sum_of(terms, "shm") + rest.shm,
+        ram=_sum_of(terms, "ram") + rest.ram,
+        pinned=pinned_bytes + rest.pinned,
+        fds=_sum_of(terms, "fds") + rest.fds,
+        disk=rest.disk,
+        gpu=rest.gpu,
+        at_least=tuple(at_least),
+    )
+
+
+def _measured_terms(demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machine) -> list[Term]:
+    """What the trial used of each pool; of one that ran out, more than there is."""
+    count, source = demand.ranks, _source(trial)
     trial = _filled(demand, batch, trial)
     ram = (trial.ram + trial.ram // _MARGIN + _MARGIN_BYTES + _on_its_way(demand, batch, trial)) * count
-    terms = [Term("ram", ram, _text(demand, trial), source)]
+    what = _text(demand, trial)
     if trial.short == "ram":
         ram = max(ram, (free_amount(machine, "ram") or 0) + _SHORT)
         what = say("stopped at {taken}: needs more than that", taken=format_size(trial.ram))
-        terms = [Term("ram", ram, what, source)]
-    if pinned_bytes:
-        terms.append(Term("ram", pinned_bytes, say("pinned memory is RAM"), say("the sum of the pinned terms")))
-    shm = (trial.shm - overlap(demand, trial)[0]) * count
+    terms = [Term("ram", ram, what, source)]
+    shm, what = (trial.shm - overlap(demand, trial)[0]) * count, say("batches and semaphores at their peak")
     if trial.short == "shm":
-        # What it was refused is one tensor at least. How many of the batch's tensors were in there is not known.
-        # A batch without tensors fails too: each worker needs semaphores there.
-        refused = batch_pages([max(loaders_of(demand, batch)[0].tensors, default=1)])
-        shm = max(shm + refused, (free_amount(machine, "shm") or 0) + PAGE)
-    if shm:
-        terms.append(Term("shm", shm, say("batches and semaphores at their peak"), source))
+        # How much of the tensor that was refused is in there already is not known.
+        shm = max(shm, (free_amount(machine, "shm") or 0) + PAGE)
+        what = say("stopped at {taken}: needs more than that", taken=format_size(trial.shm))
+    terms.append(Term("shm", shm, what, source))
     fds, what = trial.fds, say("open files of the main process")
     if trial.short == "fds":  # workers also use a descriptor for each tensor they have not sent yet
         fds, what = (max(fds, (free_amount(machine, "fds") or 0) + 1), say("open files of one of its processes"))
     terms.append(Term("fds", fds, what, source))
-    return Need(
-        terms=tuple(term for term in (*terms, *pinned, *rest.terms) if term.bytes),
-        shm=shm + rest.shm,
-        ram=ram + pinned_bytes + rest.ram,
-        pinned=pinned_bytes + rest.pinned,
-        fds=fds + rest.fds,
-        disk=rest.disk,
-        gpu=rest.gpu,
-    )
+    return terms
+
+
+def _predicted(demand: Demand, batch: Batch, trial: LoaderTrial) -> tuple[Term, ...]:
+    """The predicted terms of the loop that was tried; none where a stopped trial has measured more.
+
+    Outside /dev/shm, full queues were measured if they were seen full. A stream may be too short to fill them.
+    """
+    long_enough = batch.endless or _batches(demand, batch, trial) is not None
+    if trial.short != "shm" and (trial.filled or not long_enough):
+        return ()
+    least = replace(demand, squeezed=demand.loader_kind == "legroom", pin_memory=False)
+    whole = workload_of(least, batch, demand.ranks)
+    loop = Workload(
+        processes=demand.ranks, loaders=whole.loaders[:1], worker_ram=whole.worker_ram,
+        worker_ram_source=whole.worker_ram_source, process_ram=0 if trial.forked else trial.process,
+        process_ram_source=say("measured: the main process of a trial run"),
+    )  # fmt: skip
+    return need(loop).terms
+
+
+def _not_below(
+    measured: Sequence[Term], predicted: Sequence[Term], trial: LoaderTrial, ranks: int
+) -> tuple[list[Term], list[str]]:
+    """For each pool the larger of both, and the pools of which only a lower bound is known."""
+    terms: list[Term] = []
+    at_least: list[str] = []
+    # A trial that ran out of RAM is known to need more than there is, by an unknown amount: nothing is added to that.
+    missing = max(0, _sum_of(predicted, "shm") - trial.shm * ranks) if trial.short == "shm" else 0
+    for term in measured:
+        whole, reached = [one for one in predicted if one.pool == term.pool], [term]
+        if term.pool == "ram" and missing:
+            reached.append(Term("ram", missing, say("batches in /dev/shm that it did not reach"), say("predicted")))
+        larger = _sum(whole) > _sum(reached)
+        terms += whole if larger else reached
+        if not larger and len(reached) == 1:
+            at_least.append(term.pool)
+    return terms, at_least
+
+
+def _sum_of(terms: Iterable[Term], pool: str) -> int:
+    return _sum(term for term in terms if term.pool == pool)
 
 
 def _on_its_way(demand: Demand, batch: Batch, trial: LoaderTrial) -> int:

@@ -28,6 +28,8 @@ def plan_for(
     room = _give_back(machine, held_shm, held_ram)
     others = None if machine.shm.used is None else max(0, machine.shm.used - held_shm)
     asked = need(_at(one, gpus, jobs_per_gpu))
+    if not one.process_ram:
+        asked = replace(asked, at_least=("ram",))
     rows = sorted({*TABLE, jobs_per_gpu})
     needs = {jobs: need(_at(one, gpus, jobs)) for jobs in rows}
     sizes = _sizes(asked, machine, others)

@@ -28,46 +28,64 @@ def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = N
             say("unknown configuration kind {kind!r}", kind=kind),
             fix=(say("use one of: {kinds}", kinds=listed(KINDS)),),
         )
-    memory = _memory(size, need)
+    memory, known = _memory(size, need), _known(size, need)
     if kind == "docker":
-        return _docker(size, memory)
+        return _docker(size, memory, known)
     if kind == "compose":
-        return _compose(size, memory)
+        return _compose(size, memory, known)
     if kind == "kubernetes":
-        return _kubernetes(size, memory)
+        return _kubernetes(size, memory, known)
     if kind == "kubernetes-warm":
         return _kubernetes_warm(size)
     if kind == "slurm":
-        return _slurm(size, memory, need, gpus)
+        return _slurm(size, memory, known, need, gpus)
     return f"tmpfs /dev/shm tmpfs defaults,size={exact_size(size)} 0 0"
 
 
 def _memory(size: int, need: Need | None) -> int | None:
     """The limit for the processes plus a full /dev/shm; None if the need of the processes is unknown."""
-    if need is None or need.ram <= need.shm:
+    if need is None or "ram" in need.at_least or need.ram <= need.shm:
         return None
-    return -(-(need.ram - need.shm + size) // _STEP) * _STEP
+    return _known(size, need)
 
 
-def _docker(size: int, memory: int | None) -> str:
+def _known(size: int, need: Need | None) -> int:
+    """A full /dev/shm, and what is known of other RAM."""
+    ram = need.ram - need.shm if need is not None else 0
+    return -(-(ram + size) // _STEP) * _STEP
+
+
+def _no_limit(option: str, memory: int | None, known: str, indent: str = "") -> list[str]:
+    """Comments that say why a snippet has no memory limit, and what one must hold."""
+    if memory is not None:
+        return []
+    return [
+        indent + say("# No memory limit: the RAM of the processes is unknown. --process-ram or --measure gives it."),
+        indent
+        + say("# To add one, set {option} to the RAM of the processes plus {known} for /dev/shm and batches.",
+              option=option, known=known),
+    ]  # fmt: skip
+
+
+def _docker(size: int, memory: int | None, known: int) -> str:
     limit = f" --memory={exact_size(memory).lower()}" if memory is not None else ""
     return "\n".join(
         (
             say("# Pass further options, the image and the command as arguments: --gpus all IMAGE …"),
+            *_no_limit("--memory", memory, exact_size(known).lower()),
             f'docker run --shm-size={exact_size(size).lower()}{limit} "$@"',
         )
     )
 
 
-def _compose(size: int, memory: int | None) -> str:
+def _compose(size: int, memory: int | None, known: int) -> str:
     lines = ["services:", say("  training: # the name of your service"), f"    shm_size: {exact_size(size).lower()}b"]
     if memory is not None:
         lines.append(f"    mem_limit: {exact_size(memory).lower()}b")
-    return "\n".join(lines)
+    return "\n".join((*lines, *_no_limit("mem_limit", memory, exact_size(known).lower() + "b", "    ")))
 
 
-def _kubernetes(size: int, memory: int | None) -> str:
-    binary = _binary(size)
+def _kubernetes(size: int, memory: int | None, known: int) -> str:
     limit = (
         [
             "      resources:",
@@ -75,7 +93,7 @@ def _kubernetes(size: int, memory: int | None) -> str:
             say("          memory: {memory} # includes the content of /dev/shm", memory=_binary(memory)),
         ]
         if memory is not None
-        else [say("      # resources.limits.memory must leave room for {size} in /dev/shm", size=binary)]
+        else _no_limit("resources.limits.memory", memory, _binary(known), "      ")
     )
     return "\n".join(
         (
@@ -143,7 +161,7 @@ def _kubernetes_warm(size: int) -> str:
     )  # fmt: skip
 
 
-def _slurm(size: int, memory: int | None, need: Need | None, gpus: int | None) -> str:
+def _slurm(size: int, memory: int | None, known: int, need: Need | None, gpus: int | None) -> str:
     """Slurm has no option for /dev/shm: the job requests memory, and checks /dev/shm before it starts."""
     wanted = need.shm if need is not None else size
     lines = ["#!/bin/bash", "#SBATCH --nodes=1"]
@@ -154,6 +172,7 @@ def _slurm(size: int, memory: int | None, need: Need | None, gpus: int | None) -
     return "\n".join(
         (
             *lines,
+            *_no_limit("--mem", memory, f"{known >> 20}M"),
             say("# /dev/shm belongs to the node; this job needs {bytes} bytes of it.", bytes=wanted),
             "free=$(df --output=avail -B1 /dev/shm | tail -n 1)",
             f'if [ "$free" -lt {wanted} ]; then',

@@ -156,7 +156,13 @@ def _check_share(dataset: str | None, collate: str | None, batch: int, timeout: 
 def as_object(plan: Plan) -> dict[str, Any]:
     """The verdict for JSON."""
     said = [dataclasses.asdict(finding) for finding in plan.findings]
-    return {"schema": "legroom.check/1", **plan_object(plan), "largest_batch": plan.largest_batch, "findings": said}
+    return {
+        "schema": "legroom.check/1",
+        **plan_object(plan),
+        "at_least": list(plan.need.at_least),
+        "largest_batch": plan.largest_batch,
+        "findings": said,
+    }
 
 
 def as_text(plan: Plan) -> str:

@@ -166,7 +166,7 @@ def check(
         fix=(*_suggest_legroom_loader(demand, batch, machine, verdict), *verdict.fix),
         settings=largest_settings(demand, batch, machine, fitting=fitting) if known or fitting else None,
         largest_batch=largest_batch(demand, batch, machine) if known else batch_size if fitting else 0,
-        notes=(*verdict.notes, *_notes(demand, measured, data, trial, tries=tries or not here)),
+        notes=(*verdict.notes, *_notes(demand, measured, data, trial, verdict.need, tries=tries or not here)),
         machine=machine,
         findings=_findings(demand, trial),
     )
@@ -192,7 +192,8 @@ def _dataset_does_not_fit(machine: Machine, problem: DatasetOutOfMemory) -> Plan
     free = next((pool.free for pool in machine.pools if pool.name == problem.pool), None) or 0
     term = Term(problem.pool, max(problem.taken, free + RESERVE), problem.why or str(problem), say("measured"))
     amounts = {"shm": 0, "ram": 0, "pinned": 0, "fds": 0, "disk": 0, problem.pool: term.bytes}
-    return replace(fit(Need((term,), **amounts), machine), largest_batch=0, machine=machine)
+    need = Need((term,), **amounts, at_least=(problem.pool,))
+    return replace(fit(need, machine), largest_batch=0, machine=machine)
 
 
 def _samples_in(batch_size: int, rows: int | None) -> int:
@@ -480,9 +481,13 @@ def _suggest_legroom_loader(demand: Demand, batch: Batch, machine: Machine, verd
 
 
 def _notes(
-    demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, *, tries: bool
+    demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, need: Need, *, tries: bool
 ) -> tuple[str, ...]:
     notes = []
+    if trial is not None and trial.short is not None and {"shm", "ram"} - {*need.at_least}:
+        notes.append(
+            say("the trial run stopped early: the need is the prediction where that is larger than what it used")
+        )
     if trial is None and demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process is not included: pass --process-ram"))
     if trial is None and demand.num_workers and not demand.worker_ram:

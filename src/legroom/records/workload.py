@@ -199,6 +199,7 @@ class Need:
     fds: int
     disk: int
     gpu: int | None = None
+    at_least: tuple[str, ...] = ()  # pools of which it may need more: not all of it is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,12 @@ def test_a_small_shm_is_not_enlarged_to_what_it_has() -> None:
     assert not any("64M" in step for step in _by_code(machine)["shm-default-64mb"].fix)
 
 
+def test_only_64_mb_is_called_the_container_default() -> None:
+    titles = {size: _by_code(_shm(size * MB))["shm-default-64mb"].message for size in (1, 8, 64)}
+    assert "64 MB, the container default:" in titles[64]
+    assert "8 MB, less than the container default of 64 MB:" in titles[8] and ", the container" not in titles[1]
+
+
 def test_a_read_only_shm_is_not_a_matter_of_its_mode() -> None:
     machine = healthy()
     fix = _by_code(replace(machine, shm=replace(machine.shm, writable=False)))["shm-permissions"].fix

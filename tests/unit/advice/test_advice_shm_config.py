@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,12 +11,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import GB, MB
+from machines import GB, MB, healthy
 
 from legroom.advice.memory_need_of_loaders_and_processes import need
+from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.advice.shm_config import KINDS, emit
 from legroom.errors import UsageError
-from legroom.records import Workload
+from legroom.records import PlannedLoader, Workload
 from legroom.units import parse_size
 
 NEED = need(Workload(processes=48, process_shm=23 * MB // 4, process_ram=100 * MB))
@@ -47,6 +49,22 @@ def test_kubernetes() -> None:
     assert container["resources"] == {"limits": {"memory": "5888Mi"}}
     plain = yaml.safe_load(emit("kubernetes", GB))
     assert "resources" not in plain["spec"]["containers"][0]  # nothing is known of the processes
+
+
+def test_no_memory_limit_leaves_out_the_processes() -> None:
+    """768 MB of batches are known beside /dev/shm; a limit of 4864 MB would leave nothing to the processes."""
+    loader = PlannedLoader(tensors=(96 * MB,), batch_size=64, num_workers=8, prefetch_factor=2)
+    unknown = plan_for(Workload(loaders=(loader,)), healthy(), gpus=1, jobs_per_gpu=1).need
+    assert "ram" in unknown.at_least
+    for kind in ("docker", "compose", "kubernetes", "slurm"):
+        text = emit(kind, 4 * GB, need=unknown)
+        set_here = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("# "))
+        assert not re.search("--memory|mem_limit|memory:|--mem", set_here), text
+        assert re.search(r"# To add one, set \S+ to the RAM of the processes plus 4864", text), text
+        if kind in ("compose", "kubernetes"):
+            yaml.safe_load(text)
+    known = plan_for(Workload(loaders=(loader,), process_ram=3 * GB), healthy(), gpus=1, jobs_per_gpu=1).need
+    assert "--memory=7936m" in emit("docker", 4 * GB, need=known)
 
 
 def test_fstab() -> None:

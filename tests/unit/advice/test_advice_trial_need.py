@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from machines import GB, MB, healthy, with_pool
 
-from legroom.advice.fit_on_machine import fit
-from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, workload_of
+from legroom.advice.fit_on_machine import fit, judged
+from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, batch_of, workload_of
 from legroom.advice.memory_need_of_loaders_and_processes import (
     calibrated,
     collected,
@@ -19,7 +21,8 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     with_overlap,
     without_overlap,
 )
-from legroom.records import LoaderTrial
+from legroom.records import LoaderTrial, Machine
+from legroom.units import parse_size
 
 BATCH = Batch((8 * MB,), 8, "measured", rows=800)
 TRIAL = LoaderTrial(ram=300 * MB, shm=40 * MB, fds=20, batches=100, process=150 * MB, whole=True, filled=True)
@@ -161,4 +164,66 @@ def test_a_stopped_trial_of_a_stream_is_not_filled_up() -> None:
     stopped = replace(TRIAL, shm=8 * MB, filled=False, whole=False).short_of("ram", "")
     machine = with_pool(healthy(), "ram", 310 * MB, 0, 310 * MB)
     found = tried_need(Demand(num_workers=4, prefetch_factor=8), stream, stopped, machine)
-    assert found.shm == 8 * MB and found.ram < 320 * MB
+    assert found.shm == 8 * MB and found.ram < 320 * MB and "ram" in found.at_least
+    assert "ram: at least 312 MB needed" in fit(found, machine).problems[0].message
+
+
+STOPPED = LoaderTrial(ram=200 * MB, shm=0, fds=0, batches=0, process=150 * MB, whole=False).short_of("shm", "")
+
+
+@pytest.mark.parametrize("free", [1, 64, 512])
+@pytest.mark.parametrize("rows", [None, 64_000])
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_what_a_trial_got_before_it_ran_out_is_not_the_need_and_the_advised_size_fits(
+    free: int, rows: int | None, workers: int
+) -> None:
+    """Batches of 96 MB, as plan counts them: the trial was refused the first one, or one of the next."""
+    demand, batch = Demand(num_workers=workers), replace(batch_of(3 * MB // 2, 64), rows=rows)
+    machine = _with_shm(free * MB)
+    found = fit(tried_need(demand, batch, replace(STOPPED, shm=free * MB // 2), machine), machine)
+    predicted = need(workload_of(demand, batch, 1))
+    plain = free * MB < predicted.shm
+    assert found.need.shm >= predicted.shm and ("at least" not in found.problems[0].message) == plain
+    assert sum(term.bytes for term in found.need.terms if term.pool == "shm") == found.need.shm
+    assert found.need.ram >= 200 * MB - free * MB // 2 + found.need.shm  # /dev/shm is RAM too
+    larger = _with_shm(_advised(found.fix))
+    assert judged(demand, batch, larger).verdict == "fits"
+    assert fit(found.need, larger).verdict == "fits"
+
+
+def test_more_than_predicted_is_a_lower_bound() -> None:
+    """Of samples that differ in size, small ones were drawn: the trial had more in /dev/shm than 7 such batches."""
+    machine = _with_shm(64 * MB)
+    found = fit(tried_need(Demand(num_workers=2), replace(BATCH, tensors=(MB,)), STOPPED, machine), machine)
+    assert found.need.at_least and found.problems[0].message.startswith("shm: at least 64 MB needed")
+    known = fit(tried_need(Demand(num_workers=2), replace(BATCH, tensors=(99 * MB,)), STOPPED, machine), machine)
+    assert found.need.shm == 64 * MB + 4096 and known.problems[0].message.startswith("shm: 693 MB needed")
+    unmeasured = tried_need(Demand(num_workers=99), replace(BATCH, tensors=(0,)), STOPPED, _with_shm(MB))
+    assert "shm" in unmeasured.at_least  # only its semaphores are known
+
+
+def test_the_memory_of_validation_and_pinning_is_added_to_what_is_predicted() -> None:
+    machine, batch = _with_shm(64 * MB), batch_of(MB, 64)
+    plain = tried_need(Demand(num_workers=2), batch, STOPPED, machine)
+    more = tried_need(Demand(num_workers=2, val_workers=1, pin_memory=True, ranks=2), batch, STOPPED, machine)
+    whole = need(workload_of(Demand(num_workers=2, val_workers=1, pin_memory=True, ranks=2), batch, 2))
+    assert more.shm == whole.shm > 2 * plain.shm and more.pinned == whole.pinned
+    assert more.ram == whole.ram + 2 * 150 * MB
+
+
+def test_where_ram_is_short_too_a_larger_shm_is_not_the_only_advice() -> None:
+    machine = with_pool(_with_shm(64 * MB), "ram", 2 * GB, 0, 2 * GB)
+    found = fit(tried_need(Demand(num_workers=8), batch_of(3 * MB // 2, 64), STOPPED, machine), machine)
+    assert [problem.pool for problem in found.problems] == ["shm", "ram"]
+    assert set(found.fix) == {step for problem in found.problems for step in problem.fix}
+    assert set(found.problems[1].fix) <= set(found.fix)
+
+
+def _with_shm(size: int) -> Machine:
+    machine = with_pool(healthy(), "shm", size, 0, size)
+    return replace(machine, shm=replace(machine.shm, size=size, used=0, free=size))
+
+
+def _advised(fix: Sequence[str]) -> int:
+    (size,) = {found[1] for step in fix for found in re.finditer(r"(?:--shm-|remount,)size=(\w+)", step)}
+    return parse_size(size)
