@@ -102,9 +102,7 @@ def _require_records(directory: str) -> None:
         raise UnreadableSource(
             say("cannot read the records in {path}", path=directory),
             why=say("it contains no records of a process"),
-            fix=(
-                say("pass the directory given to legroom leak --records; a job writes there a few seconds after its start"),
-            ),
+            fix=(say("pass the directory given to legroom leak --records, a few seconds after the job started"),),
         )
 
 

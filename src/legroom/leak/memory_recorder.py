@@ -25,6 +25,7 @@ from legroom.leak.record_files import SCHEMA, RecordWriter, counters_object
 from legroom.leak.shm_files_by_line import ShmFiles
 from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
 from legroom.messages import say
+
 # Not when the last sample is taken, at exit: after Ctrl-C, a dataclass that is defined then makes Python exit with 1
 # instead of ending by SIGINT.
 from legroom.probe.memory import free_memory
