@@ -6,13 +6,13 @@ written.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import click
 
+from legroom.cli.help_formatter import HelpContext
 from legroom.cli.language_and_streams import (
     NotWritten,
     apply_language,
@@ -65,33 +65,10 @@ _HELP = "help"  # a command that the list of commands leaves out
 is_program = False  # whether this process runs the command line and nothing else
 
 
-class _Formatter(click.HelpFormatter):
-    """As click's, which imports shutil and with it three compressors to ask for the terminal's width."""
-
-    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
-        if width is None and getattr(click.formatting, "FORCED_WIDTH", None) is None:
-            width = max(min(_columns(), max_width or 80) - 2, 50)
-        super().__init__(indent_increment, width, max_width)
-
-
-def _columns() -> int:
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
-    try:
-        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # type: ignore[union-attr]
-    except (AttributeError, OSError, ValueError):  # no terminal
-        return 80
-
-
-class _Context(click.Context):
-    formatter_class = _Formatter
-
-
 class Commands(click.Group):
     """A group whose commands are imported when they are called."""
 
-    context_class = _Context
+    context_class = HelpContext
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, _HELP]
