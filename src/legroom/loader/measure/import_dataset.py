@@ -77,8 +77,12 @@ def _no_module(home: str) -> MissingKey:
     )
 
 
-class CannotImport(DatasetFailed):
-    """A module that cannot be imported, or an object in it that is not a dataset and makes none."""
+class CannotImport(Exception):
+    """A module that cannot be imported, or an object in it that is not a dataset and makes none; nothing was loaded."""
+
+    def __init__(self, what: str, *, why: str, fix: tuple[str, ...]) -> None:
+        self.error = DatasetFailed(what, why=why, fix=fix)
+        super().__init__(str(self.error))
 
 
 def _why(problem: BaseException) -> str:

@@ -206,7 +206,7 @@ def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
     try:
         answer: dict[str, Any] = {"result": work()}
     except CannotImport as problem:
-        answer = {"error": problem.as_dict(), "at_import": True}
+        answer = {"error": problem.error.as_dict(), "at_import": True}
     except LegroomError as problem:
         cause = problem.__cause__
         answer = {"error": problem.as_dict(), "tail": traceback_tail(cause) if cause else []}
