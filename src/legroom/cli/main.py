@@ -25,7 +25,7 @@ from legroom.cli.language_and_streams import (
     translate,
     translate_click,
 )
-from legroom.errors import EXIT_USAGE, LegroomError
+from legroom.errors import EXIT_USAGE, LegroomError, UsageError
 from legroom.messages import phrase, say
 from legroom.version import VERSION
 
@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; the exit status."""
-    as_json = "--json" in arguments
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    as_json = "--json" in own
     escape_unencodable()
     fall_back_to_english(as_json=as_json)
     translate_click()  # in English too: gettext would search the disk for catalogues that click does not have
@@ -157,7 +158,10 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         _print_error(error, as_json=as_json, command=_command_name(arguments))
         return error.exit_status
     except click.ClickException as problem:
-        explain_extra_arguments(problem).show()
+        problem = explain_extra_arguments(problem)
+        if as_json:
+            _print_json(UsageError(problem.format_message()), _command_name(arguments))
+        problem.show()
         return EXIT_USAGE
     except click.Abort:
         click.echo(say("stopped"), err=True)
@@ -174,7 +178,14 @@ def _command_name(arguments: list[str]) -> str:
 
 def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
     if as_json:
-        import json
+        _print_json(error, command)
+    from legroom.cli.text_layout import error_columns, error_text
 
-        click.echo(json.dumps({"schema": f"legroom.{command}/1", "error": error.as_dict()}, ensure_ascii=False))
-    click.echo(f"legroom: {error}", err=True)
+    click.echo(error_text(error, error_columns()), err=True)
+
+
+def _print_json(error: LegroomError, command: str) -> None:
+    import json
+
+    schema = f"legroom.{command}/1" if command else "legroom/1"
+    click.echo(json.dumps({"schema": schema, "error": error.as_dict()}, ensure_ascii=False))
