@@ -161,7 +161,7 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         problem = explain_extra_arguments(problem)
         if as_json:
             _print_json(UsageError(problem.format_message()), _command_name(arguments))
-        problem.show()
+        _wrapped(problem).show()
         return EXIT_USAGE
     except click.Abort:
         click.echo(say("stopped"), err=True)
@@ -182,6 +182,16 @@ def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
     from legroom.cli.text_layout import error_columns, error_text
 
     click.echo(error_text(error, error_columns()), err=True)
+
+
+def _wrapped(problem: click.ClickException) -> click.ClickException:
+    """click's error with its message wrapped, where stderr is a terminal."""
+    from legroom.cli.text_layout import error_columns, usage_text
+
+    columns = error_columns()
+    if columns is None:
+        return problem
+    return click.UsageError(usage_text(problem.format_message(), columns), getattr(problem, "ctx", None))
 
 
 def _print_json(error: LegroomError, command: str) -> None:

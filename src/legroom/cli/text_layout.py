@@ -89,6 +89,12 @@ def error_text(error: LegroomError, columns: int | None) -> str:
     return "\n".join(blocks)
 
 
+def usage_text(message: str, columns: int) -> str:
+    """A message that click prints behind ``Error: ``, wrapped to the columns."""
+    label = say("Error: {message}", message="")
+    return "\n".join(_hanging(label, message, columns, "  "))[len(label) :]
+
+
 _QUOTED = re.compile(r"(?<!\w)(?:`[^`]*`|'[^']*'|\"[^\"]*\")(?!\w)")
 _NO_BREAK = "\ue000"  # stands for a space at which no line may end
 

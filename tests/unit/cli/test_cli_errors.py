@@ -52,6 +52,15 @@ def test_lines_of_a_traceback_are_not_broken() -> None:
     assert frame in error_text(UsageError("loading failed", why=f"{frame}\n{'code ' * 40}"), 80)
 
 
+def test_click_s_errors_are_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stderr", _Terminal())
+    assert run(["explain", "one.log", "two.log"]) == 2
+    extra = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert extra.startswith("Usage: legroom explain") and "\nError: Got unexpected extra argument" in extra
+    assert all(len(line) <= 60 for line in extra.splitlines()), extra
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
