@@ -54,9 +54,10 @@ def test_lines_of_a_traceback_are_not_broken() -> None:
 
 def test_click_s_errors_are_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(sys, "stderr", _Terminal())
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     assert run(["explain", "one.log", "two.log"]) == 2
-    extra = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    extra = terminal.getvalue()
     assert extra.startswith("Usage: legroom explain") and "\nError: Got unexpected extra argument" in extra
     assert all(len(line) <= 60 for line in extra.splitlines()), extra
 
@@ -74,9 +75,10 @@ def test_only_a_terminal_gets_wrapped_lines(
     wrong = ["tune", "--dataset", "data", "--batch", "2"]
     assert run(wrong) == 2
     whole = capsys.readouterr().err
-    monkeypatch.setattr(sys, "stderr", _Terminal())
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     assert error_columns() == 60 and run(wrong) == 2
-    wrapped = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    wrapped = terminal.getvalue()
     assert all(len(line) <= 60 for line in wrapped.splitlines()) and wrapped.split() == whole.split()
     assert len(wrapped.splitlines()) > len(whole.splitlines())
 
