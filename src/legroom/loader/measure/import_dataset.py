@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed, LegroomError, MissingKey, UsageError
+from legroom.loader.measure.dataloader_trial import traceback_tail
 from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import require
 
@@ -86,8 +87,6 @@ class CannotImport(Exception):
 
 
 def _why(problem: BaseException) -> str:
-    from legroom.loader.measure.dataloader_trial import traceback_tail
-
     return "\n".join(traceback_tail(problem))
 
 
