@@ -80,6 +80,8 @@ def _memory(panel: Any, about: list[dict[str, Any]], colours: list[str], megabyt
                 textcoords="offset points",
                 va="center",
                 fontsize=7.5,
+                # the line to the next spot passes behind the label
+                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
             )
     panel.axvline(megabytes, color=OURS, lw=0.8, ls=":", zorder=0)
     panel.set_xscale("log")

@@ -6,6 +6,8 @@ cache, check, demo, doctor, explain, help, leak, nodes, plan, report, run, tune,
 options       argument types and options that several commands share
 memory_need_output
               how `plan` and `check` print memory needs
+help_formatter
+              how --help is wrapped
 text_layout   wrapping, bars and colours
 language_and_streams
               --lang and the language of click's own messages; standard streams that survive closed pipes and full

@@ -16,7 +16,7 @@ def _below(context: click.Context, words: list[str]) -> click.Context:
             context.fail(say("Got unexpected extra argument ({args})", args=" ".join(words)))
         name, command, words = group.resolve_command(context, words)
         assert command is not None  # resolve_command refuses unknown names
-        context = click.Context(command, context, name, **command.context_settings)
+        context = command.context_class(command, context, name, **command.context_settings)
     return context
 
 

@@ -25,10 +25,10 @@ from typing import IO, Any, TextIO
 import click
 
 from legroom import messages
+from legroom.cli.help_formatter import HelpContext
 from legroom.errors import CannotWrite, UsageError
-from legroom.messages import CONTROL, cells, fill, harmless, phrase, say
+from legroom.messages import CONTROL, harmless, phrase, say
 
-_HELP, _ASIDE = 76, 44  # columns for a paragraph of help, and for one beside an option's name
 _english: dict[click.Command | click.Option, str] = {}  # help in English, before translation
 
 
@@ -79,25 +79,18 @@ def _translate_help_option(context: click.Context) -> None:
 
 
 def translate(command: click.Command) -> click.Command:
-    """Add --lang to a command and translate its help."""
+    """Add --lang to a command, translate its help, and have it wrapped by our formatter."""
+    command.context_class = HelpContext
     if not any("--lang" in param.opts for param in command.params):
         language_option(command)
     options = [param for param in command.params if isinstance(param, click.Option)]
     shown: list[click.Command | click.Option] = [command, *options]
     for one in shown:
-        text = say(_english.setdefault(one, inspect.cleandoc(one.help or "")))
-        one.help = _wrapped(text, _HELP if one is command else _ASIDE)
+        one.help = say(_english.setdefault(one, inspect.cleandoc(one.help or "")))
     if isinstance(command, click.Group):
         for child in command.commands.values():
             translate(child)
     return command
-
-
-def _wrapped(text: str, columns: int) -> str:
-    """Wrap paragraphs here: click counts a Chinese character as one column."""
-    if cells(text) == len(text):
-        return text
-    return "\n\n".join("\b\n" + fill(part, columns, "", "") for part in text.split("\n\n"))
 
 
 def fall_back_to_english(*, as_json: bool) -> None:

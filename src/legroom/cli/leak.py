@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.text_layout import width
-from legroom.errors import UnreadableSource, UsageError
+from legroom.errors import EXIT_USAGE, UnreadableSource, UsageError
 from legroom.messages import say
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ def command(
                 why=say("it is not a directory"),
                 fix=(say("pass the directory given to legroom leak --records"),),
             )
-        show_report(read, (), page, as_json=as_json, to_stdout=True)
-        return 0
+        _require_records(read)
+        written = show_report(read, (), page, as_json=as_json, to_stdout=True)
+        return 0 if written else EXIT_USAGE
 
     from legroom.probe.snapshot import snapshot
     from legroom.rescue.job_attempt import RunOptions
@@ -92,6 +93,17 @@ def command(
         supervised = supervise(options, snapshot(), print_line)
         show_report(directory, words, page, as_json=as_json, status=supervised.ending.shell_status)
     return supervised.ending.shell_status
+
+
+def _require_records(directory: str) -> None:
+    from legroom.leak.record_files import read_directory
+
+    if not read_directory(directory):
+        raise UnreadableSource(
+            say("cannot read the records in {path}", path=directory),
+            why=say("it contains no records of a process"),
+            fix=(say("pass the directory given to legroom leak --records, a few seconds after the job started"),),
+        )
 
 
 @contextmanager
@@ -128,8 +140,8 @@ def show_report(
     status: int | None = None,
     to_stdout: bool = False,
     echo: Callable[..., None] = click.echo,
-) -> None:
-    """Diagnose the records and print or write the report."""
+) -> bool:
+    """Diagnose the records and print or write the report; whether the page could be written, where one is asked for."""
     report = read_report(directory, words)
     if as_json:
         from legroom.leak.leak_report import report_object
@@ -150,6 +162,8 @@ def show_report(
             echo("legroom: " + say("page written to {path}", path=page), err=True)
         except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
             echo("legroom: " + say("cannot write {path}: {why}", path=page, why=problem.strerror or problem), err=True)
+            return False
+    return True
 
 
 def read_report(directory: str, words: Sequence[str]) -> LeakReport:

@@ -6,13 +6,13 @@ written.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import click
 
+from legroom.cli.help_formatter import HelpContext
 from legroom.cli.language_and_streams import (
     NotWritten,
     apply_language,
@@ -25,7 +25,7 @@ from legroom.cli.language_and_streams import (
     translate,
     translate_click,
 )
-from legroom.errors import EXIT_USAGE, LegroomError
+from legroom.errors import EXIT_USAGE, LegroomError, UsageError
 from legroom.messages import phrase, say
 from legroom.version import VERSION
 
@@ -65,33 +65,10 @@ _HELP = "help"  # a command that the list of commands leaves out
 is_program = False  # whether this process runs the command line and nothing else
 
 
-class _Formatter(click.HelpFormatter):
-    """As click's, which imports shutil and with it three compressors to ask for the terminal's width."""
-
-    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
-        if width is None and getattr(click.formatting, "FORCED_WIDTH", None) is None:
-            width = max(min(_columns(), max_width or 80) - 2, 50)
-        super().__init__(indent_increment, width, max_width)
-
-
-def _columns() -> int:
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
-    try:
-        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # type: ignore[union-attr]
-    except (AttributeError, OSError, ValueError):  # no terminal
-        return 80
-
-
-class _Context(click.Context):
-    formatter_class = _Formatter
-
-
 class Commands(click.Group):
     """A group whose commands are imported when they are called."""
 
-    context_class = _Context
+    context_class = HelpContext
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, _HELP]
@@ -158,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; the exit status."""
-    as_json = "--json" in arguments
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    as_json = "--json" in own
     escape_unencodable()
     fall_back_to_english(as_json=as_json)
     translate_click()  # in English too: gettext would search the disk for catalogues that click does not have
@@ -180,7 +158,10 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         _print_error(error, as_json=as_json, command=_command_name(arguments))
         return error.exit_status
     except click.ClickException as problem:
-        explain_extra_arguments(problem).show()
+        problem = explain_extra_arguments(problem)
+        if as_json:
+            _print_json(UsageError(problem.format_message()), _command_name(arguments))
+        _wrapped(problem).show()
         return EXIT_USAGE
     except click.Abort:
         click.echo(say("stopped"), err=True)
@@ -197,7 +178,24 @@ def _command_name(arguments: list[str]) -> str:
 
 def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
     if as_json:
-        import json
+        _print_json(error, command)
+    from legroom.cli.text_layout import error_columns, error_text
 
-        click.echo(json.dumps({"schema": f"legroom.{command}/1", "error": error.as_dict()}, ensure_ascii=False))
-    click.echo(f"legroom: {error}", err=True)
+    click.echo(error_text(error, error_columns()), err=True)
+
+
+def _wrapped(problem: click.ClickException) -> click.ClickException:
+    """click's error with its message wrapped, where stderr is a terminal."""
+    from legroom.cli.text_layout import error_columns, usage_text
+
+    columns = error_columns()
+    if columns is None:
+        return problem
+    return click.UsageError(usage_text(problem.format_message(), columns), getattr(problem, "ctx", None))
+
+
+def _print_json(error: LegroomError, command: str) -> None:
+    import json
+
+    schema = f"legroom.{command}/1" if command else "legroom/1"
+    click.echo(json.dumps({"schema": schema, "error": error.as_dict()}, ensure_ascii=False))

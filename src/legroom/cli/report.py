@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from legroom.cli.text_layout import paragraph, shorten
+from legroom.cli.text_layout import paragraph
 from legroom.messages import say
 from legroom.units import format_size
 
@@ -84,7 +84,11 @@ def _table(packed: Sequence[RedactedPart]) -> list[str]:
         about = say("{count} files of /proc and /sys that the probes read", count=len(machine))
         rows.append(("machine/", sum(one.size for one in machine), about))
     column = max(len(name) for name, _, _ in rows)
-    return [shorten(f"  {name:<{column}}  {format_size(size):>9}  {about}") for name, size, about in rows]
+    lines = []
+    for name, size, about in rows:
+        start = f"  {name:<{column}}  {format_size(size):>9}  "
+        lines.append(paragraph(about, start, " " * len(start)))
+    return lines
 
 
 def _free_name() -> str:

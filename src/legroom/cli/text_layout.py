@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import click
 
+from legroom.errors import LegroomError
 from legroom.messages import cells, cut, fill, say, step_indent, step_label
 from legroom.records import Finding, Pool, Severity
 from legroom.records.finding_and_alarm import heading
@@ -26,7 +27,11 @@ def coloured() -> bool:
 
 def width() -> int:
     """The columns to write in: the terminal's, at most 100; 80 where there is none."""
-    return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+    return _clamped(shutil.get_terminal_size((80, 24)).columns)
+
+
+def _clamped(columns: int) -> int:
+    return max(40, min(100, columns))
 
 
 def paint(text: str, severity: Severity | None = None, *, bold: bool = False) -> str:
@@ -55,6 +60,54 @@ def steps(fix: Iterable[str]) -> list[str]:
         lines.append(paragraph(sentence, step_label(step), indent))
         lines += [indent + command for command in commands]
     return lines
+
+
+def error_columns() -> int | None:
+    """The columns for errors, as ``width``; None if stderr is not a terminal, where a search should find sentences."""
+    if not sys.stderr.isatty():
+        return None
+    given = os.environ.get("COLUMNS", "")
+    try:
+        columns = int(given) if given.isdecimal() else os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return _clamped(columns or 80)
+
+
+def error_text(error: LegroomError, columns: int | None) -> str:
+    """The error for stderr, wrapped to the columns; None: as it is.
+
+    Commands and code stand below a sentence, on lines of their own, and are not broken; nor are quotes in a sentence.
+    """
+    if columns is None:
+        return f"legroom: {error}"
+    blocks = _hanging("legroom: ", f"{error.what} [{error.code}]", columns, "  ")
+    if error.why:
+        blocks += _hanging(say("  why: "), error.why, columns, step_indent())
+    for step in error.fix:
+        blocks += _hanging(step_label(step), step, columns, step_indent())
+    return "\n".join(blocks)
+
+
+def usage_text(message: str, columns: int) -> str:
+    """A message that click prints behind ``Error: ``, wrapped to the columns."""
+    label = say("Error: {message}", message="")
+    return "\n".join(_hanging(label, message, columns, "  "))[len(label) :]
+
+
+_QUOTED = re.compile(r"(?<!\w)(?:`[^`]*`|'[^']*'|\"[^\"]*\")(?!\w)")
+_NO_BREAK = "\ue000"  # stands for a space at which no line may end
+
+
+def _hanging(label: str, text: str, columns: int, indent: str) -> list[str]:
+    """Text behind its label: the sentence is wrapped, the lines below it are not."""
+    first, *rest = text.splitlines() or [""]
+    if first.startswith('File "'):  # of a traceback
+        wrapped = label + first
+    else:
+        whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), first)
+        wrapped = fill(whole, columns, label, indent).replace(_NO_BREAK, " ")
+    return [wrapped, *(indent + line for line in rest)]
 
 
 def shorten(line: str) -> str:

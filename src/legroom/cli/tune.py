@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import asdict
 from typing import Any, Literal
@@ -11,8 +12,10 @@ import click
 from legroom.advice.zero_memory_and_deepspeed_config import Precision, ZeroRow, emit_training
 from legroom.cli.options import COUNT, DURATION
 from legroom.cli.text_layout import paint, paragraph, steps
-from legroom.messages import left, phrase, right, say
+from legroom.errors import UsageError
+from legroom.messages import left, listed, phrase, right, say
 from legroom.records import Measured, Pool, Settings
+from legroom.system.argument_checks import check_integer
 from legroom.units import format_size, size_or_unknown
 
 
@@ -171,7 +174,7 @@ def command(
             preset=preset,
             climbing=climb,
             kind=loader,
-            by_hand=_pairs(by_hand),
+            by_hand=_pairs(by_hand, ranks),
             timeout=timeout,
         )
     show(
@@ -187,16 +190,44 @@ def command(
     return 1 if found.plan is not None and found.plan.verdict == "too-big" else 0
 
 
-def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
-    from legroom.records.loader_settings_and_flags import read_word
+# The settings of --set, as its help names them, each with the least number. The library's long names work as well.
+_SET = {"batch": 1, "accumulation": 1, "workers": 0, "prefetch": 1, "pin_memory": None}
+
+
+def _pairs(texts: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    from legroom.records.loader_settings_and_flags import ALIASES, NAMES, read_word
 
     pairs: dict[str, Any] = {}
     for text in texts:
-        name, equals, value = text.partition("=")
+        name, equals, value = (part.strip() for part in text.partition("="))
         if not equals:
             raise click.UsageError(say("--set {text}: write NAME=VALUE, like workers=2", text=text))
-        pairs[name.strip()] = read_word(name.strip(), value.strip())
+        word = read_word(name, value)
+        if name == "ranks" and word != ranks:
+            raise _wrong_set(
+                say("--set {text}: the number of ranks is {ranks}", text=text, ranks=ranks), f"--world-size {value}"
+            )
+        if ALIASES.get(name, name) not in NAMES:
+            near = difflib.get_close_matches(name, _SET, 1) or ["workers"]
+            value = "on" if _SET[near[0]] is None else "2"
+            raise _wrong_set(
+                say("--set {text}: unknown setting {name!r}", text=text, name=name), f"--set {near[0]}={value}"
+            )
+        least = _SET.get(name)
+        if least is not None:
+            check_integer(f"--set {name}", word, least)
+        elif name == "pin_memory" and not isinstance(word, bool):
+            raise _wrong_set(say("--set {text}: the value must be on or off", text=text), "--set pin_memory=on")
+        pairs[name] = word
     return pairs
+
+
+def _wrong_set(what: str, example: str) -> UsageError:
+    return UsageError(
+        what,
+        why=say("the settings are {names}", names=listed(_SET)),
+        fix=(say("for example: {example}", example=example),),
+    )
 
 
 # Printed in full: settings that fit with ours may crash torch's.

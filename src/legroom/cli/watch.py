@@ -16,7 +16,7 @@ import click
 
 from legroom.cli.language_and_streams import write_line
 from legroom.cli.options import DURATION
-from legroom.errors import MissingPackage
+from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
 
@@ -114,6 +114,7 @@ def command(
             report(say("no process matches {pattern!r} yet; waiting", pattern=match))
         samples = sample_periodically(sampler.take, sampler.interval, stop)
     outputs = _outputs(report, log, prometheus, on_alarm, webhook, plot)
+    files = list(outputs)  # --log and --plot, before they are wrapped
     page = None if web is None else _web_view(web, report)
     if page is not None:
         outputs.append(page)
@@ -140,6 +141,8 @@ def command(
             sampler.close()
     if sampler is not None and not once and not stop.is_set():
         _report(say("the watched processes have ended"))
+    if any(getattr(one, "failed", False) for one in files):
+        return EXIT_USAGE
     critical = last is not None and any(alarm.level == "critical" for alarm in last.alarms)
     return 1 if once and critical else 0
 

@@ -25,6 +25,11 @@ from legroom.leak.record_files import SCHEMA, RecordWriter, counters_object
 from legroom.leak.shm_files_by_line import ShmFiles
 from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
 from legroom.messages import say
+
+# Not when the last sample is taken, at exit: after Ctrl-C, a dataclass that is defined then makes Python exit with 1
+# instead of ending by SIGINT.
+from legroom.probe.memory import free_memory
+from legroom.probe.process_and_limits import plain
 from legroom.system import step_callbacks
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
@@ -251,9 +256,6 @@ class Recorder:
         self._due = now + gap
 
     def _head(self) -> None:
-        with import_lock:
-            from legroom.probe.process_and_limits import plain
-
         self._headed = True
         words = sys.orig_argv if sys.argv and sys.argv[0] != "-c" else sys.orig_argv[:3]
         self._writer.write(
@@ -272,9 +274,6 @@ class Recorder:
 
     def _free_memory(self, now: float) -> dict[str, int]:
         if now - self._free_at >= _FREE_EVERY:
-            with import_lock:
-                from legroom.probe.memory import free_memory
-
             self._free_at = now
             free, _ = free_memory()
             self._free = {} if free is None else {"ram": free}

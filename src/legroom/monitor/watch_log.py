@@ -52,6 +52,7 @@ class WatchLog:
     def __init__(self, path: str | os.PathLike[str], report: Callable[[str], object]) -> None:
         self.path = Path(path)
         self._report = report
+        self.failed = False  # readings are missing in the file
         try:
             # Unbuffered and appending: a line is one write, also when another process appends.
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
@@ -76,6 +77,7 @@ class WatchLog:
                 line = line[self._file.write(line) or 0 :]
         except OSError as problem:
             self._file.close()
+            self.failed = True
             self._report(
                 say(
                     "cannot write to {path} ({why}); the watch continues without a log",

@@ -30,6 +30,7 @@ class Plot:
         self.path = check_path(path, KINDS)
         self._report = report
         self._timeline = Timeline()
+        self.failed = False  # the file could not be written
 
     def show(self, moment: Moment) -> None:
         self._timeline.add(moment)
@@ -41,6 +42,7 @@ class Plot:
         try:
             replace_file(self.path, drawn(self._timeline, self.path.suffix.lower()))
         except OSError as problem:
+            self.failed = True
             why = problem.strerror or problem
             self._report(say("cannot write {path}: {why}", path=self.path, why=why))
         else:

@@ -17,7 +17,7 @@ COMMON: Final = frozenset(
     _words(
         "root user users username admin administrator guest nobody daemon test tester runner ubuntu debian "
         "fedora centos vagrant docker podman jovyan ec2-user azureuser opc conda mamba localhost localdomain "
-        "host hostname node server client worker master main rank vm gpu gpus box machine linux darwin "
+        "host hostname node server client worker master main rank gpu gpus box machine linux darwin "
         "windows microsoft cluster login compute home data dataset datasets train training val model models "
         "work workspace scratch tmp temp shared common proc sys dev shm run var usr bin lib lib64 etc opt mnt "
         "media srv cgroup memory cpu cpuset cpuacct io pids swap max min high low peak stat current events "

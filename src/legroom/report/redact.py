@@ -247,20 +247,33 @@ def _merged(found: Iterable[_Found]) -> list[_Found]:
 
 
 def _any_of(kind: str, names: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern for any of the names in any case; None where all are too short or too common."""
+    """A pattern for any of the names in any case; None where all are too short or too common.
+
+    Host names may be short: a short one is hidden where it is a word of its own.
+    """
     spelt: set[str] = set()
+    short: set[str] = set()
     for name in names:
-        if len(name) < _SHORTEST[kind] or (kind in ("user", "host") and name.casefold() in COMMON):
+        if kind in ("user", "host") and name.casefold() in COMMON:
+            continue
+        if len(name) < _SHORTEST[kind]:
+            if kind == "host" and name:
+                short.add(name)
             continue
         cases = (name, name.upper(), name.lower(), name.casefold(), name.title())
         spelt.update(unicodedata.normalize(form, case) for form in ("NFC", "NFD") for case in cases)
         spelt.update(cases)
-    if not spelt:
-        return None
     edge = _EDGES[kind]
-    alternatives = "|".join(re.escape(name) for name in sorted(spelt, key=lambda name: (-len(name), name)))
     before, after = (f"(?<!{edge})", f"(?!{edge})") if edge else ("", "")
-    return re.compile(f"{before}(?:{alternatives}){after}", re.IGNORECASE)
+    patterns = [f"{before}(?:{_alternatives(spelt)}){after}"] if spelt else []
+    # A host called vm is hidden in "on vm", not in vm.overcommit_memory, /proc/sys/vm and VM.
+    patterns += [rf"(?<![\w./\\-])(?-i:{_alternatives(short)})(?![\w/\\-]|\.\w)"] if short else []
+    return re.compile("|".join(patterns), re.IGNORECASE) if patterns else None
+
+
+def _alternatives(names: Iterable[str]) -> str:
+    """A pattern for each of the names, the longest first."""
+    return "|".join(re.escape(name) for name in sorted(names, key=lambda name: (-len(name), name)))
 
 
 def _canonical(value: str) -> str:

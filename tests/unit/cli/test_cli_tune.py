@@ -77,7 +77,8 @@ def test_parameters_are_counted_as_plan_and_check_count_them(capsys: pytest.Capt
         ("tuned_images:Imagse", "tuned_images has no 'Imagse'", "did you mean 'Images'?"),
         ("tuned_images.py:nope", "tuned_images.py has no 'nope'", "module:object"),
         ("tuned_imagse:Images", "there is no module tuned_imagse", "pass its file"),
-        ("nowhere.py:Images", "there is no module nowhere.py", "pass its file"),
+        ("nowhere.py:Images", "there is no file nowhere.py", "check the path"),
+        ("sub/dir.py:Images", "there is no file sub/dir.py", "check the path"),
     ],
 )
 @pytest.mark.usefixtures("child_in_fork")
@@ -85,6 +86,61 @@ def test_a_name_that_is_not_there(spec: str, what: str, advice: str, capsys: pyt
     status, _, err = _run(capsys, "--dataset", spec, "--batch", "8")
     assert status == 2 and f"{what} [missing-key]" in err and advice in err
     assert "Traceback" not in err and "named.py" not in err and "dataset[0]" not in err
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "why", "advice"),
+    [
+        (
+            "import no_such_package",
+            "importing {home} failed",
+            "No module named 'no_such_package'",
+            "install no_such_package",
+        ),
+        ("def f(:\n  pass", "importing {home} failed", "SyntaxError", "correct the syntax at"),
+        ("raise RuntimeError('no config')", "importing {home} failed", "RuntimeError: no config", "python -c 'import "),
+        ("raise SystemExit('usage: x')", "importing {home} failed", "SystemExit: usage: x", "__main__"),
+        (
+            "def x(root, *, split): ...",
+            "{home}:x cannot be called without",
+            "it requires: root, split",
+            "without required",
+        ),
+        ("def x(): raise ValueError('no split')", "calling {home}:x failed", "ValueError: no split", "x() of"),
+        ("import json as x", "{home}:x is not a dataset", "an object of type module has", "pass a dataset"),
+        ("x = 3", "{home}:x is not a dataset", "an object of type int has", "pass a dataset"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".py"])
+@pytest.mark.usefixtures("child_in_fork")
+def test_a_module_or_function_that_fails_is_named_without_our_frames(
+    source: str, what: str, why: str, advice: str, suffix: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("failing_data.py").write_text(source + "\n")
+    status, _, err = _run(capsys, "--dataset", f"failing_data{suffix}:x", "--batch", "8")
+    assert status == 2 and f"legroom: {what.format(home='failing_data' + suffix)}" in err
+    assert why in err and advice in err and "dataset[0]" not in err
+    assert "import_dataset.py" not in err and "importlib" not in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "advice"),
+    [
+        ("wrkers=3", "--set wrkers=3: unknown setting 'wrkers'", "--set workers=2"),
+        ("ranks=2", "--set ranks=2: the number of ranks is 1", "--world-size 2"),
+        ("workers=many", "--set workers must be an integer >= 0 (got 'many')", "--set workers=0"),
+        ("pin_memory=maybe", "--set pin_memory=maybe: the value must be on or off", "--set pin_memory=on"),
+    ],
+)
+@pytest.mark.usefixtures("child_in_fork")
+def test_set_answers_in_the_words_of_its_help(
+    given: str, what: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = _run(capsys, "--dataset", "tuned_images:Images", "--batch", "8", "--set", given)
+    assert status == 2 and what in err and advice in err
+    assert not any(other in err for other in ("num_workers", "prefetch_factor", "LEGROOM_SETTINGS"))
 
 
 @pytest.mark.usefixtures("child_in_fork")

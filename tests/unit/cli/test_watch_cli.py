@@ -105,6 +105,19 @@ def test_log_and_replay_of_one_file_are_refused(tmp_path: Path, capsys: pytest.C
     assert status == 2 and "same file" in err
 
 
+@pytest.mark.parametrize("option", ["--plot", "--log"])
+def test_a_file_that_could_not_be_written_exits_2(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = str(tmp_path / "out.svg") if option == "--plot" else "/dev/full"
+    monkeypatch.setattr("legroom.monitor.watch_plot.replace_file", no_space)
+    status, _, err = _run(capsys, "--once", "--pid", str(os.getppid()), option, path)
+    assert status == 2 and "cannot write" in err and "No space left on device" in err
+
+
 def test_a_port_in_use_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -179,6 +179,11 @@ def test_the_command_s_status_and_a_script_that_is_killed(tmp_path: Path) -> Non
     assert [site["line"] for site in found["sites"]] == [_line(script, "kept.append")]
 
 
+def test_ctrl_c_ends_the_script_as_without_legroom(tmp_path: Path) -> None:
+    """Also before the first sample: what is imported at exit must not change how Python ends after KeyboardInterrupt."""
+    leak(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\ninput()\n", status=130)
+
+
 def test_an_environment_without_space_for_records_does_not_disturb_the_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import legroom.leak.memory_recorder as i; r = i.record_process('/nonexistent/x'); r.start();"

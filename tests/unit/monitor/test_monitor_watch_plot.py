@@ -210,4 +210,4 @@ def test_a_disk_that_is_gone_is_reported(tmp_path: Path) -> None:
     plot.show(next(moments(1)))
     (tmp_path / "gone").rmdir()
     plot.close()
-    assert "cannot write" in told[0]
+    assert "cannot write" in told[0] and plot.failed

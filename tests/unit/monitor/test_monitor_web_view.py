@@ -5,13 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -137,6 +140,18 @@ def test_every_part_of_the_page_is_served_and_none_comes_from_elsewhere() -> Non
         assert not re.search(r"style=|onclick=\"", text), name  # the policy forbids them
     for part in re.findall(r"from \"\./([a-z.]+)\"|src=\"([a-z.]+)\"|href=\"([a-z.]+)\"", "".join(files.values())):
         assert "".join(part) in files
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
+def test_the_axis_of_five_minutes_says_so() -> None:
+    words = Path(web_module.__file__).parent / "web_page" / "words.js"
+    times = (12.4, 59.4, 298.9, 300, 272, 3599, 3600, 7269, 90_000)
+    script = f"import {{rounded}} from {json.dumps(words.as_uri())}; console.log({list(times)}.map(rounded).join())"
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "12 s,59 s,5 min,5 min,4 min 30 s,1 h,1 h,2 h 1 min,1 d 1 h"
+    assert "rounded(last - first)" in (words.parent / "watch.js").read_text()
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])

@@ -18,6 +18,7 @@ import rigs
 from legroom.advice.findings import findings
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
+from legroom.messages import cells
 from legroom.probe import process_and_limits
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
@@ -119,6 +120,16 @@ def test_every_part_is_listed_and_has_nothing_private(tmp_path: Path, capsys: py
     everything = "\n".join([contents, *texts, *texts.values()]).casefold()
     assert not [secret for secret in PRIVATE if secret in everything]
     assert str(tmp_path).casefold() not in everything
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_table_is_wrapped_not_cut(
+    language: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["report", "--lang", language, "--out", str(tmp_path / "r.zip")]) == 0
+    table = capsys.readouterr().out.split(str(tmp_path))[0]
+    assert "…" not in table and all(cells(line) <= 80 for line in table.splitlines())
 
 
 def test_a_tar_has_the_same_parts_and_no_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

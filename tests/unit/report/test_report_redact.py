@@ -257,6 +257,15 @@ def test_ordinary_lines_stay_as_they_are(line: str) -> None:
     assert redactor.text(line) == line
 
 
+@pytest.mark.parametrize("name", ["vm", "n7", "x"])
+def test_a_short_host_name_is_hidden_as_a_word_of_its_own(name: str) -> None:
+    redactor = Redactor(Identities(hosts=frozenset({name})))
+    text = f'"built_by": "legroom 0.1.0, pid 4680 on {name}", at {name}:9465, then ({name}) and {name}.'
+    assert redactor.text(text) == text.replace(name, "host-1")
+    kept = f"{name}.overcommit_memory=1 /proc/sys/{name}/swappiness lib{name} {name}1 {name}-{name}et {name.upper()}"
+    assert redactor.text(kept) == kept
+
+
 def test_versions_are_not_addresses_where_that_is_known() -> None:
     assert Redactor().text("12.4.5.8") == "ip-1"
     assert Redactor().text("12.4.5.8", addresses=False) == "12.4.5.8"

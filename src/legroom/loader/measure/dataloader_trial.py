@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -34,6 +35,10 @@ _PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
 _COMPARED = 2048  # pages that a worker copied, compared at each reading
 _JUDGED = 256  # samples that show whether reading them copies; twice as many pages
 _MORE_EPOCHS, _MORE_S = 16, 2.0  # after two short epochs: memory rises for the first dozens of batches
+# Frames of Legroom and of Python's import
+_NOT_USERS = (os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
+              str(importlib.__file__), "<frozen importlib")  # fmt: skip
+_HEADING = "Traceback (most recent call last):"
 _TAIL = 5  # lines of a traceback that show where it came from
 _FILES = ("too many open files", "ancdata")
 _SHM = ("bus error", "shared memory", "no space left on device", "</torch_", "unable to resize file")
@@ -462,9 +467,15 @@ def _innermost(problem: BaseException) -> str:
 
 
 def traceback_tail(problem: BaseException) -> list[str]:
-    """The last lines of a traceback."""
-    lines = (line.strip() for line in "".join(traceback.format_exception(problem)).splitlines())
-    return [line for line in lines if line.strip("^~ ")][-_TAIL:]
+    """The last lines of a traceback, without the frames of Legroom and of Python's import."""
+    shown = traceback.TracebackException.from_exception(problem)
+    one: traceback.TracebackException | None = shown
+    while one is not None:
+        users = [frame for frame in one.stack if not frame.filename.startswith(_NOT_USERS)]
+        one.stack = traceback.StackSummary.from_list(users)
+        one = one.__cause__ or one.__context__
+    lines = (line.strip() for line in "".join(shown.format()).splitlines())
+    return [line for line in lines if line.strip("^~ ") and line != _HEADING][-_TAIL:]
 
 
 if __name__ == "__main__":

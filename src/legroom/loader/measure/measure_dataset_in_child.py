@@ -26,7 +26,7 @@ from legroom.loader.measure import memory_guard_script
 from legroom.loader.measure.dataloader_throughput import run_loader
 from legroom.loader.measure.dataloader_trial import prefer_kill, traceback_tail
 from legroom.loader.measure.dataset_bytes_and_seconds import FIX, measure
-from legroom.loader.measure.import_dataset import find_dataset, split_name
+from legroom.loader.measure.import_dataset import CannotImport, find_dataset, split_name
 from legroom.loader.measure.start_memory_guard import (
     GuardedRun,
     child_environment,
@@ -164,6 +164,8 @@ def _raised(name: str, answer: dict[str, Any]) -> LegroomError:
     for kind in (MissingKey, MissingPackage):  # nothing was loaded: a name or a package is missing
         if error["code"] == kind.code:
             return kind(error["message"], why=error["why"], fix=error["fix"])
+    if answer.get("at_import"):
+        return DatasetFailed(error["message"], why=error["why"], fix=tuple(error["fix"]))
     lines = answer["tail"] or [error["message"], error.get("why")]
     return DatasetFailed(_failed(name), why="\n".join(line for line in lines if line), fix=tuple(error["fix"]))
 
@@ -203,6 +205,8 @@ def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
     prefer_kill()
     try:
         answer: dict[str, Any] = {"result": work()}
+    except CannotImport as problem:
+        answer = {"error": problem.error.as_dict(), "at_import": True}
     except LegroomError as problem:
         cause = problem.__cause__
         answer = {"error": problem.as_dict(), "tail": traceback_tail(cause) if cause else []}

@@ -3,7 +3,7 @@
 import {addDot, draw} from "./chart.js";
 import * as page from "./cards_and_tables.js";
 import * as perProcess from "./process_charts.js";
-import {duration, timeOfDay} from "./words.js";
+import {rounded, timeOfDay} from "./words.js";
 
 const SPANS = [["5 min", 300], ["1 h", 3600], ["all", Infinity]];
 const sorting = {key: "pss", down: true};
@@ -25,7 +25,7 @@ function show() {
     const here = now.alarms.filter((alarm) => alarm.pool === pool.name).map((alarm) => alarm.level);
     const dots = courses[pool.name] ?? [];
     const card = page.poolCard(pool, here.includes("critical") ? "critical" : here[0], dots.some((dot) => dot[1] !== null));
-    card.axis.firstChild.textContent = `${duration(last - first)} ago`;
+    card.axis.firstChild.textContent = `${rounded(last - first)} ago`;
     if (pool.size !== 0) draw(card.svg, pool, dots, {first, last, marks: now.marked, spells: now.spells});
   }
   page.alarms(now.alarms);

@@ -27,6 +27,12 @@ export function duration(seconds) {
   return `${whole} s`;
 }
 
+// For an axis: readings are a second or so apart, so a chart of 5 minutes begins 4 min 59 s ago.
+export function rounded(seconds) {
+  const step = seconds < 60 ? 1 : seconds < 3600 ? 5 : 60;
+  return duration(Math.round(seconds / step) * step);
+}
+
 export function timeOfDay(when) {
   return new Date(when * 1000).toLocaleTimeString();
 }

@@ -1,0 +1,111 @@
+"""How errors are printed: wrapped on a terminal, whole lines elsewhere, and a JSON object with --json."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from legroom.cli.main import run
+from legroom.cli.text_layout import error_columns, error_text
+from legroom.errors import UsageError
+from legroom.messages import cells, speak
+
+COMMAND = "mount -o remount,size=512M /dev/shm && " + "df -h /dev/shm " * 8
+PATH = "/data/" + "long-directory-name/" * 6 + "train.npy"
+
+
+def _error() -> UsageError:
+    return UsageError(
+        f"cannot read {PATH} " + "because of this and that " * 4,
+        why="the formats are " + "npy, npz, parquet, arrow, " * 10,
+        fix=(
+            "a module that exits needs " + "a very long guard `if __name__ == '__main__':` " * 4,
+            f"remount it:\n{COMMAND}",
+        ),
+    )
+
+
+@pytest.mark.parametrize("columns", [50, 80, 100])
+def test_an_error_is_wrapped_to_the_terminal_but_not_its_commands_paths_and_code(columns: int) -> None:
+    lines = error_text(_error(), columns).splitlines()
+    assert "       " + COMMAND in lines and sum(PATH in line for line in lines) == 1
+    assert all(cells(line) <= columns or COMMAND in line or PATH in line for line in lines)
+    assert sum(line.count("`if __name__ == '__main__':`") for line in lines) == 4
+    assert lines[0].startswith("legroom: cannot read") and all(line.startswith("  ") for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(f"legroom: {_error()}".split())
+
+
+def test_chinese_errors_are_wrapped_by_columns() -> None:
+    speak("zh")
+    try:
+        text = error_text(UsageError("无法读取" * 30, why="内存不足" * 30, fix=("减小批大小" * 20,)), 80)
+    finally:
+        speak("en")
+    assert all(cells(line) <= 80 for line in text.splitlines()) and len(text.splitlines()) >= 8
+
+
+def test_lines_of_a_traceback_are_not_broken() -> None:
+    frame = f'File "{PATH}", line 3, in __getitem__'
+    assert frame in error_text(UsageError("loading failed", why=f"{frame}\n{'code ' * 40}"), 80)
+
+
+def test_click_s_errors_are_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run(["explain", "one.log", "two.log"]) == 2
+    extra = terminal.getvalue()
+    assert extra.startswith("Usage: legroom explain") and "\nError: Got unexpected extra argument" in extra
+    assert all(len(line) <= 60 for line in extra.splitlines()), extra
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_a_terminal_gets_wrapped_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert error_columns() is None
+    wrong = ["tune", "--dataset", "data", "--batch", "2"]
+    assert run(wrong) == 2
+    whole = capsys.readouterr().err
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert error_columns() == 60 and run(wrong) == 2
+    wrapped = terminal.getvalue()
+    assert all(len(line) <= 60 for line in wrapped.splitlines()) and wrapped.split() == whole.split()
+    assert len(wrapped.splitlines()) > len(whole.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema", "message"),
+    [
+        (("check", "--batch", "x", "--json"), "legroom.check/1", "'x' is not a valid integer"),
+        (("check", "--bogus", "--json"), "legroom.check/1", "--bogus"),
+        (("tune", "--json"), "legroom.tune/1", "--dataset"),
+        (("leak", "--json"), "legroom.leak/1", "--read DIR"),
+        (("cache", "bogus", "--json"), "legroom.cache.bogus/1", "bogus"),
+        (("bogus", "--json"), "legroom/1", "bogus"),
+    ],
+)
+def test_usage_errors_are_json_too(
+    arguments: tuple[str, ...], schema: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(list(arguments)) == 2
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    assert (
+        report["schema"] == schema and report["error"]["code"] == "bad-usage" and message in report["error"]["message"]
+    )
+    assert report["error"].keys() == {"code", "message", "why", "fix"} and message in shown.err
+
+
+def test_an_option_of_the_supervised_command_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--bogus", "--", "python", "train.py", "--json"]) == 2
+    assert capsys.readouterr().out == ""
