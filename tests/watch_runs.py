@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from legroom.monitor.watch_loop import MomentStream
-from legroom.records import Annotations, EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
+from legroom.records.machine import MemoryEvents, Pool, Pressure
+from legroom.records.watch_sample import Annotations, EntryRow, Mark, Moment, ProcessRow, Sample
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0

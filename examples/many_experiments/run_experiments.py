@@ -26,7 +26,7 @@ import summary
 
 import legroom
 from legroom.messages import either
-from legroom.records import Plan
+from legroom.records.workload import Plan
 from legroom.units import format_size, parse_size
 
 EXPERIMENT = Path(__file__).with_name("experiment.py")

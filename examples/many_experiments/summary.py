@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from legroom.messages import either
-from legroom.records import Plan
+from legroom.records.workload import Plan
 from legroom.units import format_duration, format_size
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from legroom.monitor.watch_in_script import watch
     from legroom.probe.legroom_available import available
     from legroom.probe.snapshot import snapshot
-    from legroom.records import Machine
+    from legroom.records.machine import Machine
     from legroom.system.step_callbacks import step
 
 __version__ = VERSION
@@ -94,7 +94,7 @@ _HOMES = {
     "available": "legroom.probe.legroom_available",
     "freeze": "legroom.cache.freeze_list_or_dict",
     "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
-    "Machine": "legroom.records",
+    "Machine": "legroom.records.machine",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
     "leak": "legroom.leak",

@@ -17,7 +17,7 @@ from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import limits, pinned_pool
 from legroom.probe.runtime_environment import in_initial_namespace
-from legroom.records import Gpu
+from legroom.records.machine import Gpu
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

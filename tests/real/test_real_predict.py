@@ -15,7 +15,7 @@ import pytest
 import rigs
 
 from legroom.advice.memory_need_of_loaders_and_processes import batch_pages, need
-from legroom.records import PlannedLoader, Workload
+from legroom.records.workload import PlannedLoader, Workload
 
 pytest.importorskip("torch")
 

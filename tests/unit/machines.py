@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from legroom.records import (
+from legroom.records.machine import (
     CgroupLevel,
     Cpu,
     Disk,
@@ -18,7 +18,7 @@ from legroom.records import (
     RuntimeEnvironment,
     Shm,
     Swap,
-)  # fmt: skip
+)
 
 MB, GB = 1 << 20, 1 << 30
 

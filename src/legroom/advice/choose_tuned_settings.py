@@ -14,16 +14,9 @@ from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.safe_settings_for_doctor import usable_cores
 from legroom.errors import UsageError
 from legroom.messages import joined, listed, say
-from legroom.records import (
-    CompleteLoaderSettings,
-    LoaderKind,
-    LoaderSettings,
-    Machine,
-    Measured,
-    Plan,
-    PlannedLoader,
-    Workload,
-)
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind, LoaderSettings
+from legroom.records.machine import Machine
+from legroom.records.workload import Measured, Plan, PlannedLoader, Workload
 
 _SHARED = ("shm", "ram", "pinned")  # shared with other processes
 

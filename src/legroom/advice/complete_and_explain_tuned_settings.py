@@ -22,7 +22,10 @@ from legroom.advice.choose_tuned_settings import (
 )
 from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.messages import joined, phrase, say
-from legroom.records import CompleteLoaderSettings, Lever, Machine, Measured, Need, Plan, Settings
+from legroom.records.chosen_settings import Lever, Settings
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
+from legroom.records.machine import Machine
+from legroom.records.workload import Measured, Need, Plan
 from legroom.units import format_size
 
 

@@ -19,8 +19,8 @@ from legroom.advice.remedies import (
     stop_spilling,
 )
 from legroom.messages import counted, joined, listed, phrase, say
-from legroom.records import Finding, Gpu, Machine, Pressure
-from legroom.records.machine import scope_name
+from legroom.records.finding_and_alarm import Finding
+from legroom.records.machine import Gpu, Machine, Pressure, scope_name
 from legroom.units import format_size
 
 FDS_COMFORT = 4096

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from legroom.messages import counted, listed, phrase, say
-from legroom.records import CopiedAttribute, Finding
+from legroom.records.finding_and_alarm import Finding
+from legroom.records.workload import CopiedAttribute
 from legroom.units import format_size
 
 CODE = "workers-copy-dataset"

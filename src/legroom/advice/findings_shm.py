@@ -15,7 +15,8 @@ from legroom.advice.remedies import (
     use_less_shm,
 )
 from legroom.messages import joined, listed, phrase, say
-from legroom.records import Finding, Machine
+from legroom.records.finding_and_alarm import Finding
+from legroom.records.machine import Machine
 from legroom.units import exact_size, format_size
 
 DEFAULT_SIZE = 64 << 20  # the default of docker, podman and kubernetes

@@ -13,7 +13,9 @@ from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, workload
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.records import Fit, Job, Machine, Need, Plan, Pool, Problem, Settings, ShmSizes
+from legroom.records.chosen_settings import Settings
+from legroom.records.machine import Machine, Pool
+from legroom.records.workload import Fit, Job, Need, Plan, Problem, ShmSizes
 from legroom.system.argument_checks import check_integer
 from legroom.units import format_size
 

@@ -15,7 +15,8 @@ from math import ceil
 
 from legroom.errors import UnsupportedData
 from legroom.messages import say
-from legroom.records import LoaderKind, LoaderSettings, PlannedLoader, Workload
+from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings
+from legroom.records.workload import PlannedLoader, Workload
 from legroom.system.argument_checks import check_choice, check_integer
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import format_size

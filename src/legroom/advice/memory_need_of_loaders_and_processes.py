@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, loaders_of, workload_of
 from legroom.messages import counted, phrase, say
-from legroom.records import LoaderTrial, Machine, Need, PlannedLoader, Term, Workload
+from legroom.records.machine import Machine
+from legroom.records.workload import LoaderTrial, Need, PlannedLoader, Term, Workload
 from legroom.units import format_size
 
 PAGE = 4096

@@ -11,7 +11,8 @@ from legroom.advice.fit_on_machine import advise, fit
 from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.remedies import SHM_SHARE, enlarge_shm
 from legroom.messages import phrase, say
-from legroom.records import Machine, Need, Plan, PlanRow, ShmSizes, Workload
+from legroom.records.machine import Machine
+from legroom.records.workload import Need, Plan, PlanRow, ShmSizes, Workload
 from legroom.units import format_size
 
 TABLE = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)

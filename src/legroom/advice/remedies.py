@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from legroom.advice.shm_config import KUBERNETES_MOUNT, kubernetes_volume
 from legroom.messages import phrase, say
-from legroom.records import RuntimeEnvironment
+from legroom.records.machine import RuntimeEnvironment
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import exact_size, format_size
 

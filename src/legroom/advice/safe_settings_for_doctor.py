@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, TENSOR_HEADER, batches_in_flight, semaphores
 from legroom.messages import say
-from legroom.records import Machine, SafeSettings
+from legroom.records.loader_settings_and_flags import SafeSettings
+from legroom.records.machine import Machine
 from legroom.units import format_size
 
 _HEADROOM = 0.8  # the rest is for other processes and kept batches

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from legroom.errors import UsageError
 from legroom.messages import listed, say
-from legroom.records import Need
+from legroom.records.workload import Need
 from legroom.units import exact_size
 
 KINDS = ("docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab")

@@ -24,7 +24,8 @@ from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key, not_a_name
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import joined, listed, phrase, say
-from legroom.records import Entry, Finding
+from legroom.records.cache_entry import Entry
+from legroom.records.finding_and_alarm import Finding
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from legroom.cache.store_directories import (
 )
 from legroom.errors import EntryInUse
 from legroom.messages import listed, say
-from legroom.records import Entry, Reaped, Shortfall
+from legroom.records.cache_entry import Entry, Reaped, Shortfall
 
 
 def drop(what: What = None, *, force: bool = False) -> Reaped:

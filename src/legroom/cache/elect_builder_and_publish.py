@@ -69,7 +69,7 @@ from legroom.errors import (
 )
 from legroom.formats.detect import open_source
 from legroom.messages import say
-from legroom.records import Finding
+from legroom.records.finding_and_alarm import Finding
 from legroom.remote.object_url import ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp
 from legroom.version import VERSION

@@ -41,7 +41,7 @@ from legroom.cache.store_directories import (
 )
 from legroom.errors import EntryUnreadable, LegroomError, NotLoaded, StoreError, UsageError
 from legroom.messages import say
-from legroom.records import Entry, EntryArray
+from legroom.records.cache_entry import Entry, EntryArray
 from legroom.system.processes_and_threads import legroom_disabled
 
 _HASH = "md5"

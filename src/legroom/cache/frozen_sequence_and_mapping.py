@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from legroom.cache.frozen_encoding import decoder, key_bytes
-from legroom.records import Entry
+from legroom.records.cache_entry import Entry
 from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 

@@ -28,7 +28,8 @@ from legroom.cache.store_directories import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
 from legroom.formats.base_reader import ArraySpec, TableSpec
 from legroom.messages import say
-from legroom.records import Entry, EntryArray, EntryTable, EntryUser, Finding
+from legroom.records.cache_entry import Entry, EntryArray, EntryTable, EntryUser
+from legroom.records.finding_and_alarm import Finding
 from legroom.remote.object_url import is_url
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)

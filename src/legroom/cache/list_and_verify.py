@@ -30,7 +30,8 @@ from legroom.errors import LegroomError, NoSuchObject, NotLoaded, RemoteError, S
 from legroom.messages import joined, listed, say, shown
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import process_at
-from legroom.records import Entry, EntryUser, Finding, StoreRoom, Verification
+from legroom.records.cache_entry import Entry, EntryUser, StoreRoom, Verification
+from legroom.records.finding_and_alarm import Finding
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, without_credentials
 
 Where = str | os.PathLike[str]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.cache.store_directories import existing_stores
-from legroom.records import GpuCopyRow
+from legroom.records.watch_sample import GpuCopyRow
 from legroom.system.unix_sockets import FOLDER_FLAGS, HIDDEN, address, require_same_user, unlink
 
 FOLDER = "gpu"  # in a store

@@ -25,7 +25,7 @@ from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import arriving, unreadable
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
-from legroom.records import Entry
+from legroom.records.cache_entry import Entry
 from legroom.remote.object_url import ObjectUrl, SourcePath
 from legroom.system.lazy_and_optional_imports import import_lock
 

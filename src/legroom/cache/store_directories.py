@@ -29,7 +29,7 @@ from legroom.cache import locks
 from legroom.errors import LegroomError, NoStore, StoreError
 from legroom.messages import joined, say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import Finding
+from legroom.records.finding_and_alarm import Finding
 from legroom.system.lazy_and_optional_imports import import_lock
 
 Backing = Literal["shm", "disk"]

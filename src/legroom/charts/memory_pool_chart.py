@@ -21,7 +21,7 @@ from legroom.charts.drawing import (
     y_axis,
 )
 from legroom.messages import cut, say
-from legroom.records import AlarmSpan, Mark, PoolPoint
+from legroom.records.watch_sample import AlarmSpan, Mark, PoolPoint
 from legroom.units import format_size
 
 _LEFT, _RIGHT, _TOP, _HEADER, _FOOT = 138, 64, 20, 38, 46

@@ -13,7 +13,7 @@ from legroom.cli.options import DURATION, SIZE, asked, training_options
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import cells, listed, say
-from legroom.records import Plan
+from legroom.records.workload import Plan
 from legroom.system.argument_checks import check_integer
 
 

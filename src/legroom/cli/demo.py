@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from legroom.demo.demo_stages import Child, Screen
-    from legroom.records import Pool
+    from legroom.records.machine import Pool
 
 Row = tuple[str, ...]  # what, without Legroom, with it, a note
 _LINE_EVERY, _DRAW_EVERY = 4.0, 0.25  # seconds

@@ -17,7 +17,11 @@ from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
-from legroom.records import Finding, GpuCopyRow, Job, Machine, Process, SafeSettings
+from legroom.records.finding_and_alarm import Finding
+from legroom.records.loader_settings_and_flags import SafeSettings
+from legroom.records.machine import Machine, Process
+from legroom.records.watch_sample import GpuCopyRow
+from legroom.records.workload import Job
 from legroom.units import format_size, size_or_unknown
 
 _MOST_HOLDERS = 5

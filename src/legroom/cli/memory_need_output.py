@@ -7,7 +7,9 @@ from typing import Any
 
 from legroom.cli.text_layout import elide, labelled, paint, paragraph, pool_line
 from legroom.messages import phrase, say
-from legroom.records import Need, Plan, Settings, Severity, Term
+from legroom.records.chosen_settings import Settings
+from legroom.records.finding_and_alarm import Severity
+from legroom.records.workload import Need, Plan, Term
 from legroom.units import format_size
 
 _POOLS = ("shm", "ram", "gpu", "pinned", "fds", "disk")

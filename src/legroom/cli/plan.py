@@ -14,7 +14,7 @@ from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, 
 from legroom.cli.options import SIZE, asked, training_options
 from legroom.cli.text_layout import labelled, paragraph, shorten, steps
 from legroom.messages import cells, counted, left, phrase, right, say
-from legroom.records import Job, Plan
+from legroom.records.workload import Job, Plan
 from legroom.units import format_size, size_or_unknown
 
 

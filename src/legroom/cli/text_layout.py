@@ -12,8 +12,8 @@ import click
 
 from legroom.errors import LegroomError
 from legroom.messages import cells, cut, fill, say, step_indent, step_label
-from legroom.records import Finding, Pool, Severity
-from legroom.records.finding_and_alarm import heading
+from legroom.records.finding_and_alarm import Finding, Severity, heading
+from legroom.records.machine import Pool
 from legroom.units import format_size
 
 _COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"}

@@ -14,7 +14,9 @@ from legroom.cli.options import COUNT, DURATION
 from legroom.cli.text_layout import paint, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
-from legroom.records import Measured, Pool, Settings
+from legroom.records.chosen_settings import Settings
+from legroom.records.machine import Pool
+from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer
 from legroom.units import format_size, size_or_unknown
 

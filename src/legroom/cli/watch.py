@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from legroom.monitor.tui import TerminalView
     from legroom.monitor.watch_loop import MomentStream, Output
     from legroom.monitor.web_view import WebView
-    from legroom.records import Moment, Sample
+    from legroom.records.watch_sample import Moment, Sample
 
 
 @click.command()

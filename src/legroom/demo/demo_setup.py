@@ -22,7 +22,7 @@ from legroom.messages import VARIABLE, language, say
 from legroom.probe.filesystems_and_cgroups import disks
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import SHM
-from legroom.records import Disk
+from legroom.records.machine import Disk
 from legroom.units import format_size, size_or_unknown
 
 RUNS = 4

@@ -30,7 +30,7 @@ from legroom.probe.memory import memory, ram_pool
 from legroom.probe.process_and_limits import cpu
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
-from legroom.records import Pool
+from legroom.records.machine import Pool
 from legroom.rescue.newest_checkpoint import newest_complete
 from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.system.lazy_and_optional_imports import package_version

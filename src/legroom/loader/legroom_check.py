@@ -36,7 +36,9 @@ from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import disk_at
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
-from legroom.records import Finding, LoaderTrial, Machine, Measured, Need, Plan, Pool, Term
+from legroom.records.finding_and_alarm import Finding
+from legroom.records.machine import Machine, Pool
+from legroom.records.workload import LoaderTrial, Measured, Need, Plan, Term
 from legroom.system.argument_checks import check_integer
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import malloc_trim

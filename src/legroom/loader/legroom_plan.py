@@ -16,7 +16,8 @@ from legroom.probe.find_running_jobs import job, jobs
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import Segments, files_below
 from legroom.probe.snapshot import snapshot
-from legroom.records import Job, Machine, Plan, Workload
+from legroom.records.machine import Machine
+from legroom.records.workload import Job, Plan, Workload
 from legroom.system.argument_checks import check_integer
 from legroom.units import parse_size
 

@@ -22,8 +22,9 @@ from legroom.monitor.history_and_trend import (
     growing_processes,
     held_by_new_processes,
 )
-from legroom.records import Alarm, AlarmLevel, Moment, Pool, ProcessRow, Sample
-from legroom.records.machine import scope_name
+from legroom.records.finding_and_alarm import Alarm, AlarmLevel
+from legroom.records.machine import Pool, scope_name
+from legroom.records.watch_sample import Moment, ProcessRow, Sample
 from legroom.units import format_duration, format_size
 
 ActiveAlarms = frozenset[tuple[str, str | None]]  # keys of alarms

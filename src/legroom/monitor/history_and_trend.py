@@ -24,7 +24,7 @@ from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
 from legroom.messages import listed, say
-from legroom.records import ProcessRow, Sample
+from legroom.records.watch_sample import ProcessRow, Sample
 
 Item = TypeVar("Item")
 _ROWS_KEPT = 16  # processes in an old sample, the largest

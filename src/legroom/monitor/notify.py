@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.monitor.watch_log import alarm_object
-from legroom.records import Alarm, Moment
-from legroom.records.finding_and_alarm import heading
+from legroom.records.finding_and_alarm import Alarm, heading
+from legroom.records.watch_sample import Moment
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import ExitStatus, start_daemon_thread, why_no_thread
 

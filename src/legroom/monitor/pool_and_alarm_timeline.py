@@ -12,7 +12,8 @@ from dataclasses import replace
 from itertools import islice
 
 from legroom.monitor.process_timeline import ProcessTimeline
-from legroom.records import Alarm, AlarmSpan, Mark, Moment, PoolPoint, Sample
+from legroom.records.finding_and_alarm import Alarm
+from legroom.records.watch_sample import AlarmSpan, Mark, Moment, PoolPoint, Sample
 
 RECENT = 900  # points kept as they are: 15 minutes at 1 Hz
 _OLDER = 1024  # points kept of everything before, at most

@@ -14,7 +14,7 @@ from legroom.errors import NothingMatches, UsageError
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import matching, our_pid, tree
-from legroom.records import Process
+from legroom.records.machine import Process
 
 _Processes = Mapping[int, Process]
 

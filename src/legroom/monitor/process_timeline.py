@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from legroom.monitor.history_and_trend import ThinningBuffer
-from legroom.records import ProcessRow, Sample
+from legroom.records.watch_sample import ProcessRow, Sample
 
 _MOST = 16  # processes kept of one sample, the largest
 

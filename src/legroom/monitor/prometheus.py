@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from legroom.monitor.http_server import TEXT, Handler, parse_address, serve
-from legroom.records import Moment, ProcessRow, Sample
+from legroom.records.watch_sample import Moment, ProcessRow, Sample
 
 PORT = 9464
 MOST_PROCESSES = 64  # the largest: Prometheus stores a series for every process that is ever exported

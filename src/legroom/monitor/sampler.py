@@ -31,19 +31,8 @@ from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
-from legroom.records import (
-    Annotations,
-    EntryRow,
-    GpuCopyRow,
-    Gpus,
-    GroupRow,
-    Memory,
-    Pool,
-    Pressure,
-    Process,
-    ProcessRow,
-    Sample,
-)
+from legroom.records.machine import Gpus, Memory, Pool, Pressure, Process
+from legroom.records.watch_sample import Annotations, EntryRow, GpuCopyRow, GroupRow, ProcessRow, Sample
 from legroom.system.lazy_and_optional_imports import import_lock
 
 LONGEST_COMMAND = 160  # characters kept of a command line

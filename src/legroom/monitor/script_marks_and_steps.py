@@ -23,7 +23,7 @@ from typing import Any
 
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import started_at
-from legroom.records import Annotations, GrowthRow, Mark, ProcessSteps
+from legroom.records.watch_sample import Annotations, GrowthRow, Mark, ProcessSteps
 from legroom.system.argument_checks import check_integer
 from legroom.system.atomic_file import replace_file
 

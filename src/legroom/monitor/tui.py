@@ -21,7 +21,7 @@ from legroom.monitor.history_and_trend import ThinningBuffer, keep_largest_proce
 from legroom.monitor.pool_and_alarm_timeline import Timeline
 from legroom.monitor.process_timeline import ProcessFrame, taken
 from legroom.monitor.watch_loop import Output, feed_outputs
-from legroom.records import Moment, PoolPoint, Sample
+from legroom.records.watch_sample import Moment, PoolPoint, Sample
 from legroom.system.lazy_and_optional_imports import require
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 

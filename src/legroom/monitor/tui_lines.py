@@ -14,9 +14,9 @@ from legroom.messages import cells, counted, cut, left, listed, phrase, right, s
 from legroom.monitor.pool_and_alarm_timeline import column_shares
 from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, largest_pids, over_steps, taken
 from legroom.monitor.watch_text import printable, trainer_state
-from legroom.records import Alarm, EntryRow, GpuCopyRow, GroupRow, GrowthRow, Pool, PoolPoint, ProcessRow, Sample
-from legroom.records.finding_and_alarm import heading
-from legroom.records.machine import scope_name
+from legroom.records.finding_and_alarm import Alarm, heading
+from legroom.records.machine import Pool, scope_name
+from legroom.records.watch_sample import EntryRow, GpuCopyRow, GroupRow, GrowthRow, PoolPoint, ProcessRow, Sample
 from legroom.units import format_duration, format_size, size_or_unknown
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"

@@ -24,7 +24,8 @@ from legroom.monitor.script_marks_and_steps import AnnotationCollector, Annotati
 from legroom.monitor.watch_log import WatchLog
 from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import Alarm, Annotations, Moment
+from legroom.records.finding_and_alarm import Alarm
+from legroom.records.watch_sample import Annotations, Moment
 from legroom.system.processes_and_threads import room_for_threads, start_daemon_thread, why_no_thread
 from legroom.units import parse_duration
 

@@ -15,18 +15,16 @@ from typing import Any, TypeVar
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.messages import counted, phrase, say
-from legroom.records import (
-    Alarm,
+from legroom.records.finding_and_alarm import Alarm
+from legroom.records.machine import MemoryEvents, Pool, Pressure
+from legroom.records.watch_sample import (
     Annotations,
     EntryRow,
     GpuCopyRow,
     GroupRow,
     GrowthRow,
     Mark,
-    MemoryEvents,
     Moment,
-    Pool,
-    Pressure,
     ProcessRow,
     ProcessSteps,
     Sample,

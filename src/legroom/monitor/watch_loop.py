@@ -16,7 +16,7 @@ from typing import Protocol
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.monitor.history_and_trend import History
-from legroom.records import Moment, Sample
+from legroom.records.watch_sample import Moment, Sample
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 _MOST_WAITING = 256  # moments queued for a slow output

@@ -14,7 +14,7 @@ from legroom.messages import cut, say
 from legroom.monitor.pool_and_alarm_timeline import Timeline
 from legroom.monitor.process_timeline import ProcessPoint, largest_pids, over_steps
 from legroom.monitor.tui_lines import growth_rate
-from legroom.records import Moment, PoolPoint
+from legroom.records.watch_sample import Moment, PoolPoint
 from legroom.system.atomic_file import replace_file
 from legroom.units import format_duration
 

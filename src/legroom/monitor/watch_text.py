@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from legroom.messages import cells, counted, cut, fill, listed, phrase, say
 from legroom.monitor.history_and_trend import History
-from legroom.records import GpuCopyRow, GroupRow, Moment, Pool, ProcessRow, Sample, TrainerRow
 from legroom.records.finding_and_alarm import heading
+from legroom.records.machine import Pool
+from legroom.records.watch_sample import GpuCopyRow, GroupRow, Moment, ProcessRow, Sample, TrainerRow
 from legroom.units import format_duration, format_size
 
 

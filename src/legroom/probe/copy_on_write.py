@@ -29,7 +29,7 @@ from typing import Any
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import ProcessRow
+from legroom.records.watch_sample import ProcessRow
 
 PAGE = mmap.PAGESIZE
 _ENTRY = 8  # bytes of a pagemap entry; the last one holds the flags (Documentation/admin-guide/mm/pagemap.rst)

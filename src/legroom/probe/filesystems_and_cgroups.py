@@ -20,7 +20,7 @@ from typing import Literal
 
 from legroom.messages import joined, say
 from legroom.probe.host_files_and_syscalls import DiskSpace, Host
-from legroom.records import Disk, Pool
+from legroom.records.machine import Disk, Pool
 
 _ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # how the kernel escapes space, tab, newline and backslash
 

@@ -17,8 +17,9 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
 from legroom.probe.shm import makers_alive, on_its_way
 from legroom.probe.shm_segments import Segments, files_below
-from legroom.records import Job, Process
 from legroom.records.loader_settings_and_flags import Flag, training_flags
+from legroom.records.machine import Process
+from legroom.records.workload import Job
 from legroom.units import format_size
 
 

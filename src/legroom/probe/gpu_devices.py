@@ -23,7 +23,7 @@ from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory
 from legroom.probe.process_and_limits import plain, process_at
 from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.probe.windows_gpu_spill import CounterSource, Spill, spill
-from legroom.records import Gpu, GpuProcess, Gpus, Pool
+from legroom.records.machine import Gpu, GpuProcess, Gpus, Pool
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA = "0x10de"

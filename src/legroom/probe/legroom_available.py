@@ -18,7 +18,7 @@ from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
 from legroom.probe.memory import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
-from legroom.records import Available
+from legroom.records.machine import Available
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import format_size
 

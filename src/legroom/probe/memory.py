@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from legroom.messages import joined, say
 from legroom.probe.filesystems_and_cgroups import UNIFIED, Group, Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
+from legroom.records.machine import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
 
 _MEMINFO = "/proc/meminfo"
 _VMSTAT = "/proc/vmstat"

@@ -27,7 +27,7 @@ from legroom.messages import joined, say
 from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
 from legroom.probe.shm_segments import Segments
-from legroom.records import Cpu, Limits, Pool, Process, Temporary
+from legroom.records.machine import Cpu, Limits, Pool, Process, Temporary
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import format_size
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from legroom.messages import joined, listed, say
 from legroom.probe.filesystems_and_cgroups import Mount, mounted_at, mounts
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import RuntimeEnvironment, RuntimeKind
+from legroom.records.machine import RuntimeEnvironment, RuntimeKind
 
 CAP_SYS_ADMIN = 21
 SUDO_GROUPS = frozenset({"sudo", "wheel", "admin"})

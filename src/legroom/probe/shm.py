@@ -25,7 +25,7 @@ from legroom.probe.shm_segments import (
     is_memory,
     shm_mount,
 )
-from legroom.records import Leftover, Pool, Process, Shm
+from legroom.records.machine import Leftover, Pool, Process, Shm
 from legroom.system.lazy_and_optional_imports import import_lock
 
 

@@ -9,7 +9,7 @@ from legroom.probe.memory import memory, pressure, ram_pool, read_swap_counters,
 from legroom.probe.process_and_limits import cpu, fds_pool, limits, pinned_pool, processes, temporary, with_shm
 from legroom.probe.runtime_environment import environment
 from legroom.probe.shm import shm, shm_pool
-from legroom.records import Machine
+from legroom.records.machine import Machine
 
 
 def snapshot(host: Host | None = None, *, pid: str = "self") -> Machine:

@@ -28,8 +28,9 @@ from legroom.probe.host_files_and_syscalls import DiskSpace, Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, temporary
 from legroom.probe.runtime_environment import SUDO_GROUPS, in_initial_namespace
 from legroom.probe.snapshot import snapshot
-from legroom.records import Entry, Machine
+from legroom.records.cache_entry import Entry
 from legroom.records.failure import Evidence
+from legroom.records.machine import Machine
 from legroom.report.bundle import Attachments, Collected, Part
 from legroom.report.redact import SECRET_NAME, shape_of
 from legroom.rescue.log_reader import read_log

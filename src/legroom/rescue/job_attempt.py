@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
+from legroom.records.loader_settings_and_flags import LoaderSettings
+from legroom.records.machine import Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, reported_killed
 from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground

@@ -25,8 +25,10 @@ from legroom.probe.filesystems_and_cgroups import Version
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
 from legroom.probe.process_and_limits import process_at
-from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample
 from legroom.records.failure import Level, Reading
+from legroom.records.finding_and_alarm import Alarm
+from legroom.records.machine import CgroupLevel, MemoryEvents, Pool
+from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 

@@ -26,9 +26,8 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.messages import listed, say
-from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Verdict
-from legroom.records.loader_settings_and_flags import ALIASES, Flag, training_flags
+from legroom.records.loader_settings_and_flags import ALIASES, Flag, LoaderSettings, training_flags
 
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")

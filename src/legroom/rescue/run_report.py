@@ -13,8 +13,8 @@ from legroom.charts.html_page import bullets, element, figure, page, table
 from legroom.charts.memory_pool_chart import amount, pool_chart
 from legroom.messages import counted, phrase, say
 from legroom.monitor.watch_log import alarm_object
-from legroom.records import AlarmSpan, PoolPoint
 from legroom.records.failure import Attempt, SupervisedRun, exit_line, headline
+from legroom.records.watch_sample import AlarmSpan, PoolPoint
 from legroom.rescue.retry_settings import SHORT_NAMES
 from legroom.rescue.verdict import verdict_object
 from legroom.system.atomic_file import replace_file

@@ -22,9 +22,9 @@ from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_o
 from legroom.messages import counted, listed, phrase, say, step_label
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm import shm
-from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
-from legroom.records.loader_settings_and_flags import VARIABLE, from_environment, to_environment
+from legroom.records.loader_settings_and_flags import VARIABLE, LoaderSettings, from_environment, to_environment
+from legroom.records.machine import Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
 from legroom.rescue.job_attempt import RunningAttempt, RunOptions
 from legroom.rescue.job_process import find_command, loader_replaceable, with_loader

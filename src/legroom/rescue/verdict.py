@@ -14,8 +14,8 @@ from typing import Any
 from legroom.advice import remedies
 from legroom.messages import phrase, say
 from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, longest_socket
-from legroom.records import Machine, RuntimeEnvironment
 from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Sign, Verdict, unknown
+from legroom.records.machine import Machine, RuntimeEnvironment
 from legroom.rescue import verdict_from_exit, verdict_from_log
 from legroom.rescue.log_reader import Signs, quoted_line
 from legroom.units import format_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.records import Measured, Transport
+from legroom.records.workload import Measured, Transport
 
 MB = 1 << 20
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from machines import GB, healthy, with_pool
 
 from legroom.advice.fit_on_machine import bind
-from legroom.records import Gpu, GpuProcess, Gpus, Job, Process
+from legroom.records.machine import Gpu, GpuProcess, Gpus, Process
+from legroom.records.workload import Job
 
 JOB = Job(1, "python train.py", (Process(1, 0, "python train.py", 0, fds=100, fd_limit=1024),), held={"gpu": None})
 

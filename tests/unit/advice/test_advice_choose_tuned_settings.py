@@ -13,7 +13,8 @@ from measured_data import cheap, dataset, waiting
 from legroom.advice.choose_tuned_settings import Step, TuneRequest, batch_seconds, choose
 from legroom.advice.complete_and_explain_tuned_settings import changes, settle
 from legroom.errors import UsageError
-from legroom.records import Cpu, Gpu, Gpus, Machine, Measured, Transport
+from legroom.records.machine import Cpu, Gpu, Gpus, Machine
+from legroom.records.workload import Measured, Transport
 
 
 def cores(count: int, machine: Machine | None = None) -> Machine:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from machines import GB, MB, healthy, with_pool
 
 from legroom.advice.findings import findings
-from legroom.records import (
+from legroom.records.finding_and_alarm import Finding
+from legroom.records.machine import (
     CgroupLevel,
     Disk,
-    Finding,
     Gpu,
     GpuProcess,
     Gpus,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from legroom.advice.findings_copy_on_write import copied_attributes, copy_rate, finding_of_dataset, finding_of_job
-from legroom.records import CopiedAttribute
+from legroom.records.workload import CopiedAttribute
 
 MB = 1 << 20
 

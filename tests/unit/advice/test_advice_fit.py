@@ -12,7 +12,8 @@ from machines import GB, MB, healthy, with_pool
 from legroom.advice.fit_on_machine import fit, fits, largest_batch, largest_settings
 from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, batch_of
 from legroom.advice.memory_need_of_loaders_and_processes import need
-from legroom.records import Machine, PlannedLoader, Workload
+from legroom.records.machine import Machine
+from legroom.records.workload import PlannedLoader, Workload
 
 
 def _shm(free: int) -> Machine:

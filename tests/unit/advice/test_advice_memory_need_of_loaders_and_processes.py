@@ -20,7 +20,7 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     pinned_size,
     spare,
 )
-from legroom.records import Need, PlannedLoader, Workload
+from legroom.records.workload import Need, PlannedLoader, Workload
 
 POOLS = ("shm", "ram", "pinned", "fds", "disk", "gpu")
 sizes = st.integers(0, 64 * MB)

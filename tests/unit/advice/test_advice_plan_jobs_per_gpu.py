@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from machines import GB, MB, healthy, with_pool
 
 from legroom.advice.plan_jobs_per_gpu import TABLE, plan_for
-from legroom.records import Machine, Workload
+from legroom.records.machine import Machine
+from legroom.records.workload import Workload
 
 SEED = Workload(process_shm=23 * MB // 4)
 

@@ -12,7 +12,7 @@ from machines import GB, MB, healthy
 
 from legroom.advice import remedies
 from legroom.advice.fit_on_machine import relieve
-from legroom.records import RuntimeEnvironment
+from legroom.records.machine import RuntimeEnvironment
 
 BARE = healthy().runtime
 

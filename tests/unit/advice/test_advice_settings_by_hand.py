@@ -9,8 +9,15 @@ from measured_data import dataset
 from legroom.advice.choose_tuned_settings import TuneRequest, choose, climb
 from legroom.advice.complete_and_explain_tuned_settings import settle
 from legroom.errors import UsageError
-from legroom.records import CompleteLoaderSettings, LoaderSettings, Settings
-from legroom.records.loader_settings_and_flags import VARIABLE, from_environment, read_word, to_environment
+from legroom.records.chosen_settings import Settings
+from legroom.records.loader_settings_and_flags import (
+    VARIABLE,
+    CompleteLoaderSettings,
+    LoaderSettings,
+    from_environment,
+    read_word,
+    to_environment,
+)
 
 
 def test_an_override_can_be_rolled_back_by_setting() -> None:

@@ -17,7 +17,7 @@ from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.advice.shm_config import KINDS, emit
 from legroom.errors import UsageError
-from legroom.records import PlannedLoader, Workload
+from legroom.records.workload import PlannedLoader, Workload
 from legroom.units import parse_size
 
 NEED = need(Workload(processes=48, process_shm=23 * MB // 4, process_ram=100 * MB))

@@ -21,7 +21,8 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     with_overlap,
     without_overlap,
 )
-from legroom.records import LoaderTrial, Machine
+from legroom.records.machine import Machine
+from legroom.records.workload import LoaderTrial
 from legroom.units import parse_size
 
 BATCH = Batch((8 * MB,), 8, "measured", rows=800)

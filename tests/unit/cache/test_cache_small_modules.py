@@ -22,7 +22,7 @@ from legroom.cache.store_directories import open_stores
 from legroom.errors import BadSize, NoRoom, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, TableSpec
 from legroom.messages import speak
-from legroom.records import CgroupLevel, Memory, MemoryEvents
+from legroom.records.machine import CgroupLevel, Memory, MemoryEvents
 
 MB = 1 << 20
 

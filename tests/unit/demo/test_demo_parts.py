@@ -25,7 +25,7 @@ from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.messages import cells
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
-from legroom.records import Pool
+from legroom.records.machine import Pool
 
 MB, GB = 1 << 20, 1 << 30
 NAMES = ("one", "two", "three", "four")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from legroom.records import Alarm
+from legroom.records.finding_and_alarm import Alarm
 
 
 def filling(left: float = 60.0, level: Any = "warning", code: str = "ram-filling") -> Alarm:

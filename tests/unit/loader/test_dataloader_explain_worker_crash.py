@@ -14,7 +14,7 @@ import pytest
 from legroom.errors import BatchLost, WorkerDied
 from legroom.loader.dataloader import explain_worker_crash
 from legroom.loader.dataloader.worker_process import IMPORTED_MAIN
-from legroom.records import Memory, MemoryEvents
+from legroom.records.machine import Memory, MemoryEvents
 
 
 def memory(kills: int | None, scope: str = "cgroup") -> Memory:

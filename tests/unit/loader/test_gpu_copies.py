@@ -20,7 +20,7 @@ from legroom.loader import shared_model_weights
 from legroom.loader.shared_gpu_memory import FOLDER, share
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
-from legroom.records import GpuCopyRow
+from legroom.records.watch_sample import GpuCopyRow
 
 torch = pytest.importorskip("torch")
 

@@ -14,7 +14,7 @@ from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand
 from legroom.loader.legroom_check import _judged_by_trial
 from legroom.loader.measure.start_dataloader_trial import _result
 from legroom.loader.measure.start_memory_guard import GuardedRun
-from legroom.records import LoaderTrial, Plan
+from legroom.records.workload import LoaderTrial, Plan
 
 BATCH = Batch((8 * MB,), 8, "measured", rows=800)
 TRIAL = LoaderTrial(

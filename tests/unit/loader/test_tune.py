@@ -21,7 +21,7 @@ from legroom.errors import UsageError
 from legroom.loader.measure.dataloader_throughput import time_step
 from legroom.loader.tune.legroom_tune import key_of, last_settings
 from legroom.loader.tune.remembered_settings import remember
-from legroom.records import Settings
+from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import VARIABLE
 
 

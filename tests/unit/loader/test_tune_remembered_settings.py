@@ -10,7 +10,7 @@ import pytest
 from machines import GB, healthy, with_pool
 
 from legroom.loader.tune.remembered_settings import UsedBy, forget, pool_sizes, recall, recall_on, remember
-from legroom.records import LoaderSettings
+from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.rescue.supervisor import command_key
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from legroom.monitor.watch_loop import MomentStream
-from legroom.records import MemoryEvents, Moment, Pool, ProcessRow, Sample
+from legroom.records.machine import MemoryEvents, Pool
+from legroom.records.watch_sample import Moment, ProcessRow, Sample
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0

@@ -9,7 +9,8 @@ from monitor_samples import GB, MB, codes, moments, pool, row, sample
 
 from legroom.monitor.alarms import raised_alarms
 from legroom.monitor.history_and_trend import History
-from legroom.records import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
+from legroom.records.machine import MemoryEvents, Pool, Pressure
+from legroom.records.watch_sample import Moment, ProcessRow, Sample
 
 
 def _run(samples: list[Any]) -> list[Moment]:

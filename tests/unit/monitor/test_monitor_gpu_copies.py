@@ -14,7 +14,7 @@ from legroom.monitor.sampler import Sampler
 from legroom.monitor.tui_lines import fact_lines
 from legroom.monitor.watch_text import TextOutput
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import GpuCopyRow
+from legroom.records.watch_sample import GpuCopyRow
 
 COPY = GpuCopyRow("3f2a1b2c-0000-0000-0000-000000000000", "ab", "/data/x.h5\x1b[2J: images", 20 * GB, (7, 8))
 

@@ -15,7 +15,7 @@ from legroom.monitor.sampler import Sampler
 from legroom.monitor.tui_lines import fact_lines
 from legroom.monitor.watch_text import TextOutput
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import GroupRow, TrainerRow
+from legroom.records.watch_sample import GroupRow, TrainerRow
 
 SLOW = TrainerRow(7, "train.py --lr 1\x1b[2J", "slow", 1, 4, 9, 30, 2)
 GROUP = GroupRow("aug", 90, 2, 3, 8, MB, None, (SLOW, TrainerRow(8, "train.py", "waiting", 1, 13, 0, 41, 0)))

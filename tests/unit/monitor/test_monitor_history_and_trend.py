@@ -9,7 +9,7 @@ from monitor_samples import GB, MB, pool, row, sample
 
 from legroom.monitor.history_and_trend import History, ThinningBuffer
 from legroom.monitor.watch_loop import MomentStream
-from legroom.records import Sample
+from legroom.records.watch_sample import Sample
 
 
 def test_tiers_are_bounded_ordered_and_reach_back() -> None:

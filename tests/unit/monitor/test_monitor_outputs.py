@@ -25,7 +25,8 @@ from legroom.monitor.http_server import parse_address
 from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
 from legroom.monitor.watch_text import TextOutput, sample_line
-from legroom.records import Annotations, EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure
+from legroom.records.machine import MemoryEvents, Pool, Pressure
+from legroom.records.watch_sample import Annotations, EntryRow, Mark, Moment
 
 EVIL = 'python "<script>"\\n\\ train.py\nX{a="b"}'
 

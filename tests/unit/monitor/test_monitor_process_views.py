@@ -13,7 +13,7 @@ from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, Process
 from legroom.monitor.tui import ScreenState, TerminalView
 from legroom.monitor.watch_log import moment_object, parse_sample
 from legroom.monitor.watch_plot import kinds_chart, processes_chart, watch_page
-from legroom.records import Annotations, GrowthRow, Moment, ProcessRow, ProcessSteps, Sample
+from legroom.records.watch_sample import Annotations, GrowthRow, Moment, ProcessRow, ProcessSteps, Sample
 
 MB = 1 << 20
 

@@ -24,7 +24,8 @@ from legroom.monitor.sampler import RateLimit, Sampler
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, status_of
-from legroom.records import Gpu, GpuProcess, Gpus, Process, Sample
+from legroom.records.machine import Gpu, GpuProcess, Gpus, Process
+from legroom.records.watch_sample import Sample
 
 
 class Clock:

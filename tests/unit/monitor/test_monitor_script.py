@@ -24,7 +24,8 @@ from legroom.monitor.script_marks_and_steps import (
 )
 from legroom.monitor.watch_log import read_samples
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import Alarm, Annotations, Mark, Moment
+from legroom.records.finding_and_alarm import Alarm
+from legroom.records.watch_sample import Annotations, Mark, Moment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -9,7 +9,8 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 from monitor_traces import HEALTHY, SIZE, Course, healthy, leak, workers_starting
 
 from legroom.monitor.history_and_trend import SHORTEST, FreePoint, find_trend, theil_sen
-from legroom.records import Alarm, ProcessRow, Sample
+from legroom.records.finding_and_alarm import Alarm
+from legroom.records.watch_sample import ProcessRow, Sample
 
 LEAD = 30  # samples, which at one a second are the seconds before death
 

@@ -18,7 +18,8 @@ from legroom.messages import cells, speak
 from legroom.monitor import tui_lines
 from legroom.monitor.tui import ScreenState, TerminalView, require_textual, run_full_screen
 from legroom.monitor.watch_loop import MomentStream
-from legroom.records import Annotations, Moment, Pool, PoolPoint, ProcessRow, Sample
+from legroom.records.machine import Pool
+from legroom.records.watch_sample import Annotations, Moment, PoolPoint, ProcessRow, Sample
 from watch_runs import GB, HOSTILE, MB, START, moments, samples
 
 pytest.importorskip("textual")

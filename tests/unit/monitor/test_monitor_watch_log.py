@@ -13,7 +13,8 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.monitor.watch_log import InvalidRecord, WatchLog, json_line, moment_object, parse_sample, read_samples
-from legroom.records import Annotations, EntryRow, GpuCopyRow, GroupRow, Mark, Moment, Pressure, Sample, TrainerRow
+from legroom.records.machine import Pressure
+from legroom.records.watch_sample import Annotations, EntryRow, GpuCopyRow, GroupRow, Mark, Moment, Sample, TrainerRow
 
 
 def _full(clock: float = 5.0) -> Sample:

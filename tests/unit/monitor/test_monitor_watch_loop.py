@@ -11,7 +11,7 @@ import pytest
 
 from legroom.monitor import watch_loop
 from legroom.monitor.watch_loop import BackgroundOutput, StopEvent
-from legroom.records import Moment
+from legroom.records.watch_sample import Moment
 from watch_runs import moments
 
 

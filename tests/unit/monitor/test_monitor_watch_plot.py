@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from legroom.errors import MissingPackage, UsageError
 from legroom.monitor.pool_and_alarm_timeline import RECENT, PoolSeries, Timeline, column_shares, thin_points
 from legroom.monitor.watch_plot import Plot, drawn
-from legroom.records import Annotations, Mark, Moment, Pool, PoolPoint
+from legroom.records.machine import Pool
+from legroom.records.watch_sample import Annotations, Mark, Moment, PoolPoint
 from watch_runs import HOSTILE, START, moments, samples
 
 SVG = "{http://www.w3.org/2000/svg}"

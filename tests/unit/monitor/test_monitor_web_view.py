@@ -25,7 +25,7 @@ from legroom.errors import CannotListen
 from legroom.monitor import web_view as web_module
 from legroom.monitor.http_server import AllowedHosts, host_name
 from legroom.monitor.web_view import MOST_PROCESSES, MOST_STREAMS, EventFeed, WebView
-from legroom.records import Moment, ProcessRow
+from legroom.records.watch_sample import Moment, ProcessRow
 from watch_runs import HOSTILE, moments, samples
 
 PATIENCE = 60.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks, filesystem_of, is_network, store_candidates, why_not
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records import Disk
+from legroom.records.machine import Disk
 
 TREES = Path(__file__).parents[2] / "trees"
 SOURCE = Path(__file__).parents[3] / "src"

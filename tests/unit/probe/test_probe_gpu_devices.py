@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus, module_version
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlError, call
-from legroom.records import Gpu, Gpus
+from legroom.records.machine import Gpu, Gpus
 
 GIB = 1 << 30
 RESERVED = 600 << 20

@@ -11,7 +11,7 @@ import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import fds_pool, limits, pinned_pool
-from legroom.records import Limits, Pool, Process
+from legroom.records.machine import Limits, Pool, Process
 
 TREES = Path(__file__).parents[2] / "trees"
 RAM = Pool("ram", 8 << 30, 3 << 30, 5 << 30, "/proc/meminfo")

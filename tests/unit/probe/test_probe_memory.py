@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import amount, memory, ram_pool
-from legroom.records import CgroupLevel, Memory, MemoryEvents
+from legroom.records.machine import CgroupLevel, Memory, MemoryEvents
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 TOP = "/sys/fs/cgroup"

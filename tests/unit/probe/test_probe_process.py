@@ -31,7 +31,7 @@ from legroom.probe.process_and_limits import (
     started_at,
     tree,
 )
-from legroom.records import Process
+from legroom.records.machine import Process
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's /proc")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.runtime_environment import environment, has_capability, in_initial_namespace, status_fields
-from legroom.records import RuntimeEnvironment
+from legroom.records.machine import RuntimeEnvironment
 
 TREES = Path(__file__).parents[2] / "trees"
 PLAIN_DOCKER = "00000000a80425fb"  # what docker gives root: no CAP_SYS_ADMIN

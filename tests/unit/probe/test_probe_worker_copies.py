@@ -21,7 +21,8 @@ from legroom.probe import copy_on_write, find_running_jobs
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import process_at
-from legroom.records import Job, ProcessRow
+from legroom.records.watch_sample import ProcessRow
+from legroom.records.workload import Job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's /proc")
 MB = 1 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.records import RuntimeEnvironment
 from legroom.records.failure import Level
+from legroom.records.machine import RuntimeEnvironment
 from legroom.rescue.verdict import fixes
 
 GB = 1 << 30

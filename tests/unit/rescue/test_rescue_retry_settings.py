@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
+from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.retry_settings import (
     CommandSettings,

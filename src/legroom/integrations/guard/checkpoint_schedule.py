@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from legroom.records import Alarm
+from legroom.records.finding_and_alarm import Alarm
 
 HORIZON = 180.0  # seconds: several times what a large checkpoint takes to write
 _AGAIN = 2  # horizons after a save, if the alarm is still active

@@ -14,7 +14,8 @@ from legroom.messages import say
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
-from legroom.records import Pool, Settings
+from legroom.records.chosen_settings import Settings
+from legroom.records.machine import Pool
 from legroom.units import format_size
 
 _SETTINGS_SHOWN = (

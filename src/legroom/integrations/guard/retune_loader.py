@@ -12,7 +12,8 @@ from legroom.errors import LegroomError
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.legroom_tune import tune
 from legroom.messages import say
-from legroom.records import LoaderKind, Settings
+from legroom.records.chosen_settings import Settings
+from legroom.records.loader_settings_and_flags import LoaderKind
 from legroom.system.lazy_and_optional_imports import lazy_import
 
 

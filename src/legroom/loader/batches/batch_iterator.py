@@ -46,7 +46,7 @@ from legroom.loader.rank_sampler import (
     rank_and_world,
 )
 from legroom.messages import listed, phrase, say
-from legroom.records import Entry
+from legroom.records.cache_entry import Entry
 from legroom.system import step_callbacks
 from legroom.system.argument_checks import check_integer
 from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once

@@ -30,7 +30,7 @@ from legroom.formats.base_reader import Selection
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
 from legroom.loader.rank_sampler import UNEVEN, Uneven
 from legroom.messages import joined, listed, phrase, say
-from legroom.records import Entry
+from legroom.records.cache_entry import Entry
 from legroom.system.argument_checks import check_choice, check_integer
 from legroom.system.lazy_and_optional_imports import import_lock, require
 

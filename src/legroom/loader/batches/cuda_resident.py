@@ -25,7 +25,7 @@ from legroom.loader.batches.cuda_kernel import IN_GPU_MEMORY, ColumnGather
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import say
-from legroom.records import Entry
+from legroom.records.cache_entry import Entry
 from legroom.units import format_size
 
 if TYPE_CHECKING:

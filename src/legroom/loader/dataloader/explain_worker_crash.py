@@ -22,7 +22,7 @@ from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.runtime_environment import environment
-from legroom.records import Memory
+from legroom.records.machine import Memory
 from legroom.system.processes_and_threads import signal_name
 from legroom.units import format_size
 

@@ -22,7 +22,8 @@ from legroom.loader.measure.dataset_samples import Clock, draw_samples
 from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.measure_process_memory import free_bytes, private_bytes, start_method
 from legroom.messages import say
-from legroom.records import CompleteLoaderSettings, LoaderKind, Transport
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind
+from legroom.records.workload import Transport
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import ExitStatus
 

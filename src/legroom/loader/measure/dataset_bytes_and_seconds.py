@@ -15,7 +15,8 @@ from legroom.loader.measure.dataset_samples import Clock, Contents, DrawnSamples
 from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.measure_process_memory import free_bytes, idle_worker, private_bytes, start_method
 from legroom.messages import phrase, say
-from legroom.records import LoaderKind, Measured
+from legroom.records.loader_settings_and_flags import LoaderKind
+from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer
 from legroom.system.lazy_and_optional_imports import require
 

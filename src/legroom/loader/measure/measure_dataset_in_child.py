@@ -35,7 +35,8 @@ from legroom.loader.measure.start_memory_guard import (
     run_guarded,
 )  # fmt: skip
 from legroom.messages import say
-from legroom.records import CompleteLoaderSettings, Measured, Transport
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
+from legroom.records.workload import Measured, Transport
 from legroom.system.atomic_file import replace_file
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration, format_size

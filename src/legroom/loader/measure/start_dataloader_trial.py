@@ -23,7 +23,7 @@ from legroom.loader.measure.start_memory_guard import (
     run_guarded,
 )
 from legroom.messages import say
-from legroom.records import CopiedAttribute, LoaderTrial, Measured
+from legroom.records.workload import CopiedAttribute, LoaderTrial, Measured
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration

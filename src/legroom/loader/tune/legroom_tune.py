@@ -27,8 +27,15 @@ from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.remembered_settings import recall, remember
 from legroom.messages import say
 from legroom.probe.snapshot import snapshot
-from legroom.records import CompleteLoaderSettings, LoaderKind, Machine, Measured, Settings
-from legroom.records.loader_settings_and_flags import from_environment, read_settings
+from legroom.records.chosen_settings import Settings
+from legroom.records.loader_settings_and_flags import (
+    CompleteLoaderSettings,
+    LoaderKind,
+    from_environment,
+    read_settings,
+)
+from legroom.records.machine import Machine
+from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import require
 

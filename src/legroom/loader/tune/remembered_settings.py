@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from legroom.errors import UsageError
-from legroom.records import LoaderSettings, Machine
-from legroom.records.loader_settings_and_flags import read_settings
+from legroom.records.loader_settings_and_flags import LoaderSettings, read_settings
+from legroom.records.machine import Machine
 from legroom.system.atomic_file import PRIVATE, replace_file
 
 _SCHEMA = "legroom.settings/1"

@@ -25,7 +25,7 @@ from legroom.cache.store_directories import existing_stores, open_stores
 from legroom.errors import ShareUnsupported
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.messages import say
-from legroom.records import GroupRow, TrainerRow
+from legroom.records.watch_sample import GroupRow, TrainerRow
 from legroom.system.unix_sockets import FOLDER_FLAGS, address, open_private_folder, require_same_user, unlink
 
 FOLDER = "share"
