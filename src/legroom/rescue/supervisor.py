@@ -159,7 +159,7 @@ class Supervisor:
         verdict = attempts[-1].verdict
         assert verdict is not None
         if asked:
-            return RetryStep(say("legroom run received a signal to stop"), stop=True)
+            return RetryStep(say("legroom received a signal to stop"), stop=True)
         if len(attempts) > self.options.retries:
             used = say("all {count} attempts are used", count=len(attempts))
             return RetryStep(used if self.options.retries else say("no retries requested (--retries)"), stop=True)

@@ -49,7 +49,7 @@ def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if evidence.asked_to_stop is None:
         return None
     name = signal_name(evidence.asked_to_stop)
-    line = say("legroom run received {name} and passed it on", name=name)
+    line = say("legroom received {name} and passed it on", name=name)
     return RuleResult("killed", 1.0, (line, exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
 
 
