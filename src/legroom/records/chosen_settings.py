@@ -23,7 +23,7 @@ def completed(now: Mapping[str, Any], by_hand: Mapping[str, Any]) -> dict[str, A
     wanted = dict(by_hand)
     if wanted.get("ranks", now["ranks"]) != now["ranks"]:
         raise UsageError(
-            say("ranks={ranks} contradicts the job, which has ranks={found}", ranks=wanted["ranks"], found=now["ranks"]),
+            say("ranks={ranks} contradicts the job: it has ranks={found}", ranks=wanted["ranks"], found=now["ranks"]),
             why=say("the effective batch size depends on it"),
             fix=(say("pass the number of ranks as ranks=, not as an override"),),
         )
