@@ -92,8 +92,8 @@ def _attach(found: dict[str, Any]) -> Line:
     ours = _row(found, "first open of a fresh process")["value"]
     usual = _row(found, "h5py preload in a fresh process")["value"]
     words = {
-        "en": "time to read the first row of a 368 MB file that another process has loaded with Legroom, imports not "
-        "counted (baseline: h5py reads the whole file)",
+        "en": "time until the first row of a 368 MB file can be read, without imports (Legroom maps the copy that "
+        "another process has loaded; baseline: h5py reads the file into memory)",
         "zh": "第二个进程从 Legroom 缓存中 368 MB 的文件读到第一行的时间，不含 import（基线：h5py 读入整个文件）",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.2f} ms", f"{usual / ours:.0f} ×")
