@@ -89,8 +89,8 @@ _OPTIONS = (
     click.option("--loader", show_default=True, type=click.Choice(["torch", "legroom"]), default="torch",
                  help="Which DataLoader the script uses."),
     click.option("--val-workers", **_COUNT_OF,
-                 help="num_workers of a validation DataLoader that exists at the same time (with --batch). Default: there "
-                      "is none."),
+                 help="num_workers of a validation DataLoader that exists at the same time (with --batch). Default: "
+                      "there is none."),
     click.option("--val-batch", **_COUNT_OF,
                  help="Batch size of the validation DataLoader (with --val-workers).  [default: that of --batch]"),
     click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
