@@ -202,8 +202,8 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.Ca
     assert run(["leak", "--page", str(tmp_path / "x.txt"), "--", "true"]) == 2
     capsys.readouterr()
     (tmp_path / "empty").mkdir()
-    assert run(["leak", "--read", str(tmp_path / "empty"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sites"] == []
+    assert run(["leak", "--read", str(tmp_path / "empty"), "--json"]) == 2  # no job has written there
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "unreadable-source"
 
 
 def test_items_of_different_sizes_are_averaged_as_allocators_count_them(tmp_path: Path) -> None:
