@@ -81,7 +81,7 @@ rewritten: $(READY)
 	@mkdir -p build && { $(BIN)/python -m pytest --collect-only -qqq tests > build/collected.txt || { cat build/collected.txt; exit 1; }; }
 
 # Then, one by one, the rigs that change the whole machine or measure it; last, half a minute of random faults.
-unit: $(READY) chromium podman ## every test
+unit: $(READY) chromium podman ## every test that has no target of its own
 	$(PYTEST) -n 5 $(SPREAD) tests/unit tests/contract
 	$(RIGS) "not soak and not alone" -n 4 $(SPREAD)
 	$(RIGS) "not soak and alone"
