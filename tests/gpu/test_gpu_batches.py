@@ -139,6 +139,19 @@ def test_a_path_is_chosen_by_measurement_and_consecutive_rows_go_by_the_copy_eng
         same(batch, expected)
 
 
+@pytest.mark.parametrize(
+    "rows", [slice(100, None), range(7, ROWS, 3), [5, 4, 4, 9, ROWS - 1]], ids=["run", "every", "list"]
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("resident", [False, True])
+def test_chosen_rows(shared: Any, rows: Any, shuffle: bool, resident: bool) -> None:
+    on_gpu = shared.batches(16, rows=rows, shuffle=shuffle, seed=3, epoch=1, device="cuda", resident=resident)
+    on_cpu = shared.batches(16, rows=rows, shuffle=shuffle, seed=3, epoch=1)
+    for batch, expected in zip(on_gpu, on_cpu, strict=True):
+        same(batch, expected)
+    assert resident or ("consecutive" in on_gpu.why) == (isinstance(rows, slice) and not shuffle)
+
+
 def test_resident(shared: Any) -> None:
     equal_epochs(shared, "cuda-resident", resident=True)
 

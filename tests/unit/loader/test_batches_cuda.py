@@ -157,6 +157,16 @@ def test_the_copy_engines_copy_consecutive_rows_at_once(stored: Stored) -> None:
     gatherer.close()
 
 
+@pytest.mark.parametrize("rows", [range(0, 50, 2), range(9, -1, -1), np.array([3, 1, 2])])
+def test_chosen_rows_that_are_scattered_are_treated_as_shuffled_ones(stored: Stored, rows: Any) -> None:
+    trial = stored.open(FakeDriver(), rows=rows)
+    assert "compared in the first" in trial.why
+    trial.close()
+    one_run = stored.open(FakeDriver(), rows=range(5, 45))
+    assert "consecutive" in one_run.why
+    one_run.close()
+
+
 def test_the_cpu_gathers_small_rows_for_the_copy_engines(tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     stored = Stored(tmp_path, images=random.integers(0, 255, (40, 16384), np.uint8), labels=np.arange(40))

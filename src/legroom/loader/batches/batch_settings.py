@@ -11,7 +11,7 @@ The path and its reason are ``Batches.path`` and ``Batches.why``.
     cuda-copy         gathered into ordinary memory, then copied              where page-locking failed too
 
 Entries on disk are not registered: that would read all of them into RAM and lock them there. The copy engines and the
-kernel are compared in the first batches of a shuffled loop (cuda_path_choice.py).
+kernel are compared in the first batches of a loop over scattered rows (cuda_path_choice.py).
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class BatchSettings:
     def on_host(self) -> bool:
         """Whether batches stay in RAM."""
         return self.device is None or str(self.device) == "cpu"
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether a batch is one run of rows; ``rows`` as `ChosenRows.rows` gives them."""
+        return not self.shuffle and (self.rows is None or (isinstance(self.rows, range) and self.rows.step == 1))
 
     def checked(self) -> BatchSettings:
         """The same with plain integers; UsageError for arguments that are invalid for any data."""

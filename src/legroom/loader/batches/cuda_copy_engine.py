@@ -34,11 +34,11 @@ class CopyEngineGatherer(CudaGatherer):
     """Copies rows from registered memory, or from page-locked memory where the CPU gathers them first."""
 
     def __init__(
-        self, driver: Driver, rows: Mapping[str, RowLayout], registered: RegisteredColumns, why: str, *, shuffled: bool
+        self, driver: Driver, rows: Mapping[str, RowLayout], registered: RegisteredColumns, why: str, *, scattered: bool
     ) -> None:
         super().__init__(driver, PATH, why)
         self._rows, self._registered = dict(rows), registered
-        self._staged = {name: kind for name, kind in rows.items() if shuffled and 0 < kind.nbytes < LEAST_ROW}
+        self._staged = {name: kind for name, kind in rows.items() if scattered and 0 < kind.nbytes < LEAST_ROW}
         self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)] if self._staged else []
         self._turn = 0
         self.ahead = _BUFFERS - 1 if self._staged else 1

@@ -1,8 +1,9 @@
 """Chooses between the paths for registered memory: copy engines, a kernel of few blocks, or torch's index_select.
 
 The copy engines leave the GPU's cores to the training step, but each row costs the CPU two microseconds. A kernel costs
-the CPU less and the GPU more. Which is cheaper depends on the rows and on the training step, so shuffled loops try both
-in their first batches and keep the one with which the steps took less time. The rows are the same on every path.
+the CPU less and the GPU more. Which is cheaper depends on the rows and on the training step, so loops over scattered
+rows (shuffled, or chosen by ``rows=``) try both in their first batches and keep the one with which the steps took less
+time. The rows are the same on every path.
 
 Time is taken on the GPU, with events on the consumer's stream. The CPU runs ahead of the GPU: its clock would count how
 fast it queues work, and a path would live on what was prepared while the other one was measured.
@@ -56,10 +57,9 @@ def open_registered(
     driver: Driver, rows: Mapping[str, RowLayout], registered: RegisteredColumns, settings: BatchSettings
 ) -> CudaGatherer | PathTrial:
     """A gatherer on registered memory; it owns ``registered``, unless it raises."""
-    shuffled = settings.shuffle
 
     def engine(why: str) -> CudaGatherer:
-        return CopyEngineGatherer(driver, rows, registered, why, shuffled=shuffled)
+        return CopyEngineGatherer(driver, rows, registered, why, scattered=not settings.consecutive)
 
     def kernel(why: str) -> CudaGatherer:
         return RegisteredGatherer(driver, rows, registered, why, driver.gather_kernel())
@@ -81,7 +81,7 @@ def open_registered(
         return openers[settings.path](say("path={path!r} was given", path=settings.path))
     if why_not is not None:
         return select(why_not)
-    if not shuffled:
+    if settings.consecutive:
         return engine(say("consecutive rows are one copy for the GPU's copy engines"))
     key = (str(driver.device), settings.batch_size, *sorted(kind.nbytes for kind in rows.values()))
     return PathTrial(
