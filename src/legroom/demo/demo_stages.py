@@ -32,7 +32,6 @@ from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records.machine import Pool
 from legroom.rescue.newest_checkpoint import newest_complete
-from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.system.lazy_and_optional_imports import package_version
 from legroom.system.processes_and_threads import handling_signals
 from legroom.units import format_duration, format_size, size_or_unknown
@@ -330,14 +329,13 @@ class Demo:
         def stalled() -> bool:
             return bool(child.all("opened")) and time.monotonic() - child.messages[-1]["when"] > _NO_BATCH
 
-        before, stood_still = shm_names(self.host), False
+        stood_still = False
         child = self.start(loader, "trial", {"batch": rows, "batches": batches}, "--loader", loader)
         try:
             self.until(lambda: child.ended or stalled(), say("a DataLoader"), may_end=child)
             stood_still = not child.ended
         finally:
             end_all([child])
-            remove_leftover_shm(self.host, before)  # others may use this /dev/shm
         self.children.remove(child)
         opened, report, last = child.last("opened"), child.report(), child.last("step")
         if opened is None or opened["loader"] != loader:  # it must be the loader that its name says

@@ -32,6 +32,7 @@ from legroom.rescue.job_sampling import (
     thinned,
     worst_stall,
 )
+from legroom.rescue.leftover_shm import JobShmFiles
 from legroom.rescue.log_reader import facts_of, killed_in
 from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
@@ -192,6 +193,7 @@ class RunningAttempt:
     stop_signal: int | None = None  # the signal that asked us to stop
     stalled_on: str | None = None
     held_shm: int | None = None  # bytes held by the job at the last stall check
+    shm_files: JobShmFiles = field(init=False)  # since the job was started
     _child: JobProcess | None = None
     _output: JobOutput = field(default_factory=JobOutput)
     _deadline: float | None = None
@@ -205,6 +207,7 @@ class RunningAttempt:
         self._output = JobOutput(stdout=self.options.stdout)
         streams = self._output.open()
         sampler = JobSampler(self.host, self.cgroup, list, read_gpus=_gpu_reader(self.host))
+        self.shm_files = sampler.shm_files
         alarms = JobAlarms(sampler)
         collector = EvidenceCollector(self.host, self.cgroup, sampler, self.options.folders)
         collector.begin()

@@ -30,6 +30,7 @@ from legroom.records.finding_and_alarm import Alarm
 from legroom.records.machine import CgroupLevel, MemoryEvents, Pool
 from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
+from legroom.rescue.leftover_shm import JobShmFiles
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
@@ -77,6 +78,7 @@ class JobSampler:
     nearest: int | None = None  # the one whose descriptors are "fds"
     gpus: GpuLevels = field(default_factory=GpuLevels)
     victims: OomVictims = field(init=False)
+    shm_files: JobShmFiles = field(init=False)
     _ram: RamLevel = field(init=False)
     _began: float = 0.0
     _slow_at: float = 0.0
@@ -88,6 +90,7 @@ class JobSampler:
     def __post_init__(self) -> None:
         self._ram = RamLevel(self.host)
         self.victims = OomVictims(self.host, self.cgroup)
+        self.shm_files = JobShmFiles(self.host, self.clock)
 
     def begin(self) -> None:
         """Read the counters before the job starts."""
@@ -115,6 +118,7 @@ class JobSampler:
     def sample(self) -> Reading | None:
         """Take a fast sample; also a slow one when it is due, which is returned."""
         self.victims.update(self.age, self.written())
+        self.shm_files.update(self.pids)
         shm = self.shm()
         if shm is not None:
             self._peak("shm", shm)

@@ -10,18 +10,16 @@ the settings of later runs (`within_limits` in retry_settings.py).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_on, remember
 from legroom.messages import counted, listed, phrase, say, step_label
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.shm import shm
 from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings_and_flags import VARIABLE, LoaderSettings, from_environment, to_environment
 from legroom.records.machine import Machine
@@ -50,7 +48,6 @@ from legroom.units import format_duration, format_size
 
 _BELOW = " " * 8
 _IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
-_REMOVABLE = ("torch", "python")  # kinds of files in /dev/shm
 _PRINTED = {"loader_kind": "loader"}  # as the option --loader
 
 
@@ -101,7 +98,6 @@ class Supervisor:
         attempts: list[Attempt] = []
         notes: list[str] = []
         while True:
-            before = shm_names(self.host)
             running = RunningAttempt(options, self.machine, cgroup, self.host, self.print_line)
             attempt = running.run(
                 len(attempts) + 1, self._command(), self._environment(), raise_descriptors=self.raise_descriptors
@@ -131,13 +127,19 @@ class Supervisor:
                     forget("run", key, options.environment)  # it succeeded above the limits
                 return attempts, None
             step = self._step(attempts, asked=running.stop_signal is not None)
+            freed = running.shm_files.remove()
+            removed = (
+                [] if not freed else [say("removed {size} that the job left in /dev/shm", size=format_size(freed))]
+            )
             if step.stop:
+                for note in removed:
+                    self.print_line(note)
                 if options.retries:
                     self.print_line(say("not retrying: {why}", why=step.why))
                     self._print_failure(attempts)
                 return attempts, step.why
             changed = [step.why]
-            notes = self._take(step, before)
+            notes = [*self._take(step), *removed]
             self._print_retry(len(attempts), step.why, notes)
 
     def _command(self) -> list[str]:
@@ -194,7 +196,7 @@ class Supervisor:
         """Settings that the user asked for."""
         return replace(self, lowered=LoaderSettings(), resumed=None)._known_settings()
 
-    def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
+    def _take(self, step: RetryStep) -> list[str]:
         """Apply the step to the next attempt; return notes to print."""
         if step.undo is not None:
             self.lowered, self.refused = self.before_change, (*self.refused, step.undo)
@@ -202,10 +204,7 @@ class Supervisor:
         self.lowered = self.lowered.changed(step.changes)
         self.last_change = step if step.changes.given() else None
         self.raise_descriptors = self.raise_descriptors or step.raise_descriptors
-        notes = self._find_checkpoint()
-        if freed := remove_leftover_shm(self.host, before):
-            notes.append(say("removed {size} that the job left in /dev/shm", size=format_size(freed)))
-        return notes
+        return self._find_checkpoint()
 
     def _find_checkpoint(self) -> list[str]:
         if self.options.checkpoint is None:
@@ -355,20 +354,3 @@ def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str)
             if words[flag.at + 1 : flag.at + 2] == [flag.value] and command[flag.at] == flag.spelling:
                 words[flag.at + 1] = None
     return json.dumps([folder, *(word for word in words if word is not None)])
-
-
-def shm_names(host: Host) -> frozenset[str]:
-    """The files in /dev/shm."""
-    return frozenset(host.names("/dev/shm"))
-
-
-def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
-    """Remove unused shared-memory files of torch and Python that are not in ``before``; return the bytes freed."""
-    freed = 0
-    for file in shm(host).files:
-        if file.name in before or file.kind not in _REMOVABLE or file.mapped is not False or file.owner != host.uid:
-            continue
-        with contextlib.suppress(OSError):
-            os.unlink(host.path(f"/dev/shm/{file.name}"))
-            freed += file.size
-    return freed

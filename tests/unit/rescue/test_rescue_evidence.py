@@ -26,7 +26,6 @@ from legroom.rescue.job_sampling import (
     worst_stall,
 )
 from legroom.rescue.log_reader import facts_of
-from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.rescue.verdict import classify
 from legroom.system.processes_and_threads import ExitStatus
 
@@ -207,32 +206,6 @@ def test_bytes_of_dev_shm_are_the_job_s_own() -> None:
 def test_cpu_time_of_processes() -> None:
     assert cpu_seconds(Host(), [os.getpid()]) > 0
     assert cpu_seconds(Host(), [2**22 + 1]) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm")
-def test_only_what_the_dead_job_left_is_removed() -> None:
-    host = Host()
-    kept = Path(f"/dev/shm/psm_kept_{os.getpid()}")
-    left = Path(f"/dev/shm/psm_left_{os.getpid()}")
-    other = Path(f"/dev/shm/notes_{os.getpid()}.txt")
-    kept.write_bytes(bytes(8192))
-    try:
-        before = shm_names(host)
-        left.write_bytes(bytes(8192))
-        other.write_bytes(b"x")
-        held = subprocess.Popen(
-            [sys.executable, "-c", f"import mmap; f = open({str(left)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); print(flush=True); input()"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert held.stdout is not None and held.stdout.readline() == "\n"
-        remove_leftover_shm(host, before)
-        assert left.exists()  # somebody uses it
-        held.communicate("\n")
-        remove_leftover_shm(host, before)
-        assert not left.exists() and kept.exists() and other.exists()
-    finally:
-        for path in (kept, left, other):
-            path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(("version", "name"), [("v1", "memory.max_usage_in_bytes"), ("v2", "memory.peak")])
