@@ -450,10 +450,12 @@ def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatc
             legroom.open(server.url("x.npy") + query)
         let_go.set()
         monkeypatch.delenv("LEGROOM_REMOTE_TIMEOUT")
+        port = server.port
     with socket.socket() as silent:  # nobody listens, and nobody else can get the port
-        silent.bind(("127.0.0.1", 0))
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        silent.bind(("127.0.0.1", port))
         with pytest.raises(errors.RemoteUnreachable) as off:
-            legroom.open(f"http://me:sesame@127.0.0.1:{silent.getsockname()[1]}/x.npy{query}")
+            legroom.open(f"http://me:sesame@127.0.0.1:{port}/x.npy{query}")
     codes = [caught.value.code for caught in (gone, denied, slow, off)]
     assert codes == ["no-such-object", "access-denied", "remote-timeout", "remote-unreachable"]
     for caught in (gone, denied, slow, off):
