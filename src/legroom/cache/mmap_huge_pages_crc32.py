@@ -247,7 +247,7 @@ def _touch(pages: _Pages, offset: int, length: int, step: int) -> None:
     """Read one byte of every ``step``. numpy releases the interpreter's lock meanwhile."""
     import numpy as np
 
-    buffer = (ctypes.c_char * length).from_address(pages.address + offset)
+    buffer: Any = (ctypes.c_char * length).from_address(pages.address + offset)
     bytes_there = np.frombuffer(buffer, np.uint8)[::step]
     int(bytes_there.max(initial=0))  # only to read the pages
 
