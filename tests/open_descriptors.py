@@ -5,7 +5,9 @@ Tests compare sets, not counts: what an earlier test left to the garbage collect
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 
 
 def open_descriptors() -> set[tuple[str, str]]:
@@ -16,4 +18,17 @@ def open_descriptors() -> set[tuple[str, str]]:
             found.add((number, os.readlink(f"/proc/self/fd/{number}")))
         except OSError:
             pass  # the listing's own
+    return found
+
+
+def opened_since(before: set[tuple[str, str]], expected: int = 0) -> set[tuple[str, str]]:
+    """Those that were not open before, as soon as there are so many, at the latest after a minute.
+
+    Threads that fill pages or look at free memory open files for a moment, and on a busy machine that can be long.
+    """
+    deadline, pause = time.monotonic() + 60, 0.0
+    while len(found := open_descriptors() - before) != expected and time.monotonic() < deadline:
+        gc.collect()  # an error's traceback may hold what it was raised over
+        time.sleep(pause)
+        pause = 0.01
     return found

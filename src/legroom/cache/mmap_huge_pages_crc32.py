@@ -75,10 +75,10 @@ def maps_writable() -> bool:
 class _Pages:
     """Mapped addresses, unmapped when this object is freed."""
 
-    __slots__ = ("_unmap", "address", "keep", "length")
+    __slots__ = ("_unmap", "address", "length")
 
-    def __init__(self, address: int, length: int, keep: object) -> None:
-        self.address, self.length, self.keep = address, length, keep
+    def __init__(self, address: int, length: int) -> None:
+        self.address, self.length = address, length
         self._unmap = libc().munmap
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -88,14 +88,14 @@ class _Pages:
 
 
 class MappedFile:
-    """One mapped file. ``keep`` is kept alive as long as the mapping.
+    """One mapped file. ``keep`` is an object that is kept alive with it.
 
     It has no finalizer of its own, on purpose. A weak reference to an object with one can still be followed while the
     finalizer runs, and a background thread would read pages that are being unmapped. Without one, a weak reference
     gives either nothing or a mapping that stays.
     """
 
-    __slots__ = ("__weakref__", "_pages", "writable")
+    __slots__ = ("__weakref__", "_pages", "keep", "writable")
 
     def __init__(self, fd: int, length: int, keep: object = None, *, offset: int = 0) -> None:
         self.writable = maps_writable()
@@ -104,7 +104,8 @@ class MappedFile:
         address = libc().mmap(wish, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
         if address == MAP_FAILED:
             raise last_error()
-        self._pages = _Pages(address, length, keep)
+        self._pages = _Pages(address, length)
+        self.keep = keep
 
     @property
     def address(self) -> int:
@@ -115,11 +116,6 @@ class MappedFile:
     def length(self) -> int:
         """Its length in bytes."""
         return self._pages.length
-
-    @property
-    def keep(self) -> object:
-        """The object that is kept alive with it."""
-        return self._pages.keep
 
     def buffer(self) -> Any:
         """The bytes, as an object that keeps this mapping alive."""
@@ -153,7 +149,11 @@ _HEAD_START = 0.0005  # the caller gets its arrays before prefaulting starts
 
 
 class Prefault:
-    """A running prefault. It ends early when the mappings are freed."""
+    """A running prefault. It ends early when the mappings are freed.
+
+    Its threads keep the pages that they read mapped, and nothing that is kept alive with a mapping: an entry whose data
+    were closed is not in use any more.
+    """
 
     def __init__(self, maps: Sequence[MappedFile], *, in_memory: bool) -> None:
         self._maps = [weakref.ref(item) for item in maps]
@@ -182,7 +182,8 @@ class Prefault:
 
     def _first(self) -> None:
         time.sleep(_HEAD_START)
-        sizes = [(reference, item.length) for reference in self._maps if (item := reference()) is not None]
+        sizes = [(reference, pages.length) for reference in self._maps if (pages := _pages_of(reference)) is not None]
+        pages = None  # else it would stay mapped until this function ends
         total = sum(size for _, size in sizes)
         if not self._in_memory and not _fits(total):
             self._end()
@@ -199,17 +200,17 @@ class Prefault:
         try:
             while (step := self._next()) is not None:
                 reference, offset = step
-                item = reference()
-                if item is not None:
-                    length = min(_STEP, item.length - offset)
+                pages = _pages_of(reference)
+                if pages is not None:
+                    length = min(_STEP, pages.length - offset)
                     if self._in_memory:
-                        _touch(item, offset, length, _AROUND)
+                        _touch(pages, offset, length, _AROUND)
                         if length > _PAGE:
-                            _touch(item, offset, length, _PAGE)
+                            _touch(pages, offset, length, _PAGE)
                     else:
-                        _populate(item, offset, length)
+                        _populate(pages, offset, length)
                     self.filled += length
-                    del item  # the mapping may be freed between two steps
+                    del pages  # the mapping may be freed between two steps
         finally:
             self._end()
 
@@ -224,9 +225,14 @@ class Prefault:
                 self._done.set()
 
 
-def _populate(item: MappedFile, offset: int, length: int) -> None:
-    if libc().madvise(item.address + offset, length, _POPULATE_READ) != 0 and ctypes.get_errno() == errno.EINVAL:
-        _touch(item, offset, length, _PAGE)  # on any other error pages are mapped on use
+def _pages_of(reference: weakref.ref[MappedFile]) -> _Pages | None:
+    """The pages of a mapping that is still there. No other thread runs while the mapping itself is held here."""
+    return getattr(reference(), "_pages", None)
+
+
+def _populate(pages: _Pages, offset: int, length: int) -> None:
+    if libc().madvise(pages.address + offset, length, _POPULATE_READ) != 0 and ctypes.get_errno() == errno.EINVAL:
+        _touch(pages, offset, length, _PAGE)  # on any other error pages are mapped on use
 
 
 def _fits(size: int) -> bool:
@@ -237,11 +243,12 @@ def _fits(size: int) -> bool:
     return all(bound.free >= size for bound in memory_bounds())
 
 
-def _touch(item: MappedFile, offset: int, length: int, step: int) -> None:
+def _touch(pages: _Pages, offset: int, length: int, step: int) -> None:
     """Read one byte of every ``step``. numpy releases the interpreter's lock meanwhile."""
     import numpy as np
 
-    bytes_there = np.frombuffer(item.buffer(), np.uint8, length, offset)[::step]
+    buffer: Any = (ctypes.c_char * length).from_address(pages.address + offset)
+    bytes_there = np.frombuffer(buffer, np.uint8)[::step]
     int(bytes_there.max(initial=0))  # only to read the pages
 
 

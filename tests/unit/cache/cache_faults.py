@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import gc
 import io
 import mmap
 import os
@@ -13,7 +12,6 @@ import pickle
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
 from legroom.system.processes_and_threads import MAP_FAILED
-from open_descriptors import open_descriptors
+from open_descriptors import open_descriptors, opened_since
 
 ERRNOS = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ENOSPC", "EROFS", "EINTR", "EFBIG", "EDQUOT", "ELOOP")  # fmt: skip
 CALLS = (
@@ -228,13 +226,7 @@ class Sweep:
         except LegroomError as problem:
             str(problem)
             outcome = problem.code
-        for pause in (0, 0.01, 0.1, 0.5):  # threads that look at memory come and go
-            left = open_descriptors() - open_before
-            if not left:
-                break
-            time.sleep(pause)
-            gc.collect()  # an error's traceback may hold what it was raised over
-        else:
+        if left := opened_since(open_before):
             raise Wrong(f"descriptors were left open: {sorted(left)}")
         after = self.inodes()
         if (

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import gc
 import math
 import tracemalloc
 import uuid
@@ -63,6 +64,8 @@ def test_a_dict_comes_back_type_by_type_in_order_and_is_found_by_key(items: dict
 )
 def test_values_are_never_added_to_each_other(item: Any, recwarn: pytest.WarningsRecorder) -> None:
     """What numpy makes of a sum can be as large as the product of its parts, and may warn."""
+    gc.collect()  # what earlier tests left open warns when it is collected
+    recwarn.clear()
     warnings.simplefilter("always")
     tracemalloc.start()
     try:

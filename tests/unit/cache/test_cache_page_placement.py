@@ -53,7 +53,7 @@ def in_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: what is tested is not this machine's speed."""
-    monkeypatch.setattr(mmap_huge_pages_crc32, "_DEAR", 1.0)
+    monkeypatch.setattr(mmap_huge_pages_crc32, "_DEAR", float("inf"))
 
 
 def _joins() -> bool:

@@ -6,9 +6,11 @@ import gc
 import os
 import random
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +167,31 @@ class TestMaps:
         del item
         gc.collect()
         assert running.wait(60)
+
+    @pytest.mark.parametrize("at", ["_fits", "_populate"])
+    def test_a_lease_ends_with_its_map_wherever_the_prefault_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    ) -> None:
+        reached, go, real = threading.Event(), threading.Event(), getattr(mmap_huge_pages_crc32, at)
+
+        def held(*arguments: Any) -> Any:
+            reached.set()
+            assert go.wait(60)
+            return real(*arguments)
+
+        monkeypatch.setattr(mmap_huge_pages_crc32, at, held)
+        folder = os.open(tmp_path, os.O_RDONLY)
+        item = self.make(tmp_path, MB, locks.acquire(folder, "a.lock", shared=True, lease=True))
+        running = Prefault([item], in_memory=False)
+        assert reached.wait(60)
+        assert locks.held(folder, "a.lock")
+        del item
+        gc.collect()
+        assert not locks.held(folder, "a.lock")
+        assert self.mapped(tmp_path) is (at == "_populate")  # pages that are being read stay
+        go.set()
+        assert running.wait(60)
+        os.close(folder)
 
     def test_a_disk_entry_larger_than_free_memory_is_left_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,13 +30,16 @@ def memory(nbytes: int) -> DecodingMemory:
 def test_threads_wait_for_each_other_and_never_take_too_much(most: int) -> None:
     gate, lock = memory(100), threading.Lock()
     now = [0, 0]  # in use, the most that ever was
+    pair = threading.Barrier(2, timeout=60)
 
     def work() -> None:
-        for _ in range(20):
+        for turn in range(20):
             with gate.take_some(40, most, "chunks") as count:
                 with lock:
                     now[0] += 40 * count
                     now[1] = max(now)
+                if most == 1 and turn == 0:  # two at once, whoever gets a core when
+                    pair.wait()
                 time.sleep(0.0005)
                 with lock:
                     now[0] -= 40 * count

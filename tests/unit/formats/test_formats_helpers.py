@@ -144,7 +144,7 @@ def test_the_first_failure_cancels_all_tasks_and_is_raised(monkeypatch: pytest.M
 
 def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill_arrays, "threads", lambda: 3)
-    together = threading.Barrier(3, timeout=20)  # passes only if three wait at once
+    together = threading.Barrier(3, timeout=60)  # passes only if three wait at once
 
     def meet() -> int:
         together.wait()

@@ -301,18 +301,18 @@ def test_an_extended_header_of_gigabytes_is_refused(tmp_path: Path, kind: bytes)
 def test_records_of_an_extended_header_are_parsed_in_one_pass(tar: Any) -> None:
     def seconds(count: int) -> float:
         path = tar(pax({f"k{number}": "v" for number in range(count)}), member(b"k.a", b"1"))
-        began = time.perf_counter()
+        began = time.process_time()  # not that of other programs
         assert read(path)["a"] == [b"1"]
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     seconds(10)
     assert seconds(40_000) < 40 * max(0.02, seconds(2000))  # quadratic: 400 times
     # Global headers are not copied for every file.
     comment = pax({"comment": "c" * 500_000}, b"g")
     files = [member(b"%d.a" % number, b"1") for number in range(2000)]
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(read(tar(comment, *files))["a"]) == 2000
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ def test_addresses_are_found_without_reading_the_items(value: Any) -> None:
 def _in_a_worker(dataset: Any, read: Callable[[], object]) -> dict[str, Any]:
     """What a forked process reports that follows its copies while ``read`` runs."""
     end, start = os.pipe()
+    gc.disable()  # before the fork: a collection copies every container, also one that nobody reads
     pid = os.fork()
     if pid == 0:
         try:
-            gc.disable()
             copied = CopiedDataset()
             copied.look_at(dataset)
             kept = read()
@@ -53,6 +53,7 @@ def _in_a_worker(dataset: Any, read: Callable[[], object]) -> dict[str, Any]:
             del kept
         finally:
             os._exit(0)
+    gc.enable()
     os.close(start)
     with os.fdopen(end) as told:
         found: dict[str, Any] = json.load(told)

@@ -20,7 +20,9 @@ def _gap(recorder: Recorder, now: float) -> float:
 
 
 def _stepping(folder: Path, monkeypatch: pytest.MonkeyPatch, *, cpu: float) -> Recorder:
-    """A process in its 100th second since its first step, in which it had so much CPU time."""
+    """A process in its 100th second since its first step, in which it had so much CPU time. The clock stands still."""
+    now, began = time.monotonic(), time.process_time()
+    monkeypatch.setattr(memory_recorder.time, "monotonic", lambda: now)
     recorder = Recorder(str(folder))
     recorder.running = True
     monkeypatch.setattr(Recorder, "_sample_safely", lambda self, **_: None)
@@ -29,8 +31,7 @@ def _stepping(folder: Path, monkeypatch: pytest.MonkeyPatch, *, cpu: float) -> R
     for _ in range(4):
         recorder._count("script", 1)
     assert recorder._first_step_at is not None
-    recorder._first_step_at = time.monotonic() - 100.0
-    began = time.process_time()
+    recorder._first_step_at = now - 100.0
     monkeypatch.setattr(memory_recorder.time, "process_time", lambda: began + cpu)
     recorder._cpu_at_first = began
     return recorder

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from freed_memory import return_freed_memory
 
 from legroom.probe.copy_on_write import (
     PAGE,
@@ -34,12 +35,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's
 @contextmanager
 def worker(*steps: Callable[[], object]) -> Iterator[tuple[int, Callable[[], None]]]:
     """A forked process that does one step each time it is told to; yields its pid and how to tell it."""
+    return_freed_memory()  # free pages of earlier tests that an allocation uses again are copied
     (go, tell), (hear, done) = os.pipe(), os.pipe()
+    gc.disable()  # in both: a collection writes to every object, and each copies its pages
     pid = os.fork()
     if pid == 0:
-        gc.disable()  # a collection would copy the objects of every imported module
         try:
             kept = []
+            os.write(done, b".")
             for step in steps:
                 os.read(go, 1)
                 kept.append(step())
@@ -53,8 +56,10 @@ def worker(*steps: Callable[[], object]) -> Iterator[tuple[int, Callable[[], Non
             os.write(tell, b".")
             assert os.read(hear, 1) == b"."
 
+        assert os.read(hear, 1) == b"."  # what a new process copies at first is no step's
         yield pid, next_step
     finally:
+        gc.enable()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         for fd in (go, tell, hear, done):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,13 @@ def test_a_piece_that_comes_twice_is_written_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_request_takes_no_longer_than_readers_can_wait(
-    tmp_path: Path, seconds: float, answers: float, together: int
+    tmp_path: Path, seconds: float, answers: float, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr("legroom.cache.download.time", SimpleNamespace(monotonic=lambda: now))
     with _download(tmp_path / "x", 1000) as download:
         download._requests, download._came = 1000, 256
-        download._begun, download._answers = time.monotonic() - seconds, answers
+        download._begun, download._answers = now - seconds, answers
         assert download._together == together
 
 

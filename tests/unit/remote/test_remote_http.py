@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,10 @@ def test_what_failures_say(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPat
         assert short.fix == ("try again; what has arrived is kept",)
         server.most = None
         monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.3")
-        server.before = lambda method, _: time.sleep(2) if method == "GET" else None
+        let_go = threading.Event()
+        server.before = lambda method, _: let_go.wait(60) and None if method == "GET" else None
         slow = raised(errors.RemoteTimeout)
+        let_go.set()
         assert slow.why == "the server sent nothing for 0.3 s" and "LEGROOM_REMOTE_TIMEOUT=300" in slow.fix
         monkeypatch.delenv("LEGROOM_REMOTE_TIMEOUT")
         count = 0
