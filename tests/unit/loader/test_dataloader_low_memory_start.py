@@ -52,13 +52,14 @@ class Share(torch.utils.data.IterableDataset):  # type: ignore[misc, name-define
 
 
 class Growing:
-    """Every sample is 8 MB and takes 20 ms."""
+    """Every sample is 8 MB and takes 20 ms; one takes a minute, unless it is stopped: a thread that does so may be late."""
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.02)
+        for _ in range(3000 if index == 48 else 1):
+            time.sleep(0.02)
         return torch.full((2 * MB,), float(index))
 
 
