@@ -53,9 +53,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield found
 
 
-def test_a_copy_is_listed_once_with_its_users(
-    tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_listed_once_with_its_users(tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy,) = gpu_copies()
     assert copy.name == str(tmp_path / "model.pt") and copy.users == (os.getpid(),) and copy.gpu == "gpu-0"
     assert copy.bytes >= 300 * 300 * 4
