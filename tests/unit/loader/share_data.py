@@ -25,6 +25,8 @@ from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_fol
 from legroom.loader.dataloader.sharing.group_settings import group_key
 from legroom.loader.dataloader.sharing.seeding import Orders
 
+SLOW, SLOW_S = "slow after", 0.3
+
 
 class Noise(Dataset[Any]):
     """Samples with random numbers of three generators."""
@@ -162,16 +164,18 @@ def train(
     """A trainer: writes a line for each batch, in one write, so that a kill leaves whole lines.
 
     After its first batch it waits for a producer: that takes seconds to start, in which all could be made here. After
-    ``stop_at`` batches it waits until it may continue.
+    ``stop_at`` batches it waits until it may continue. See also ``Trainers.slow_after``.
     """
+    written = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     go, stop = (os.path.join(os.path.dirname(path), name) for name in ("producer runs", "stop"))
     for epoch in range(epochs):
         for number, batch in enumerate(loader):
             os.write(fd, (line(epoch, number, batch) + "\n").encode())
+            written += 1
             while not os.path.exists(go):
                 time.sleep(0.01)
-            time.sleep(pause)
+            time.sleep(pause if written < _slow_after(os.path.dirname(path)) else SLOW_S)
             while number + 1 == stop_at and not os.path.exists(os.path.join(os.path.dirname(path), "continue")):
                 time.sleep(0.01)
             if leave_at is not None and number + 1 == leave_at:
@@ -182,6 +186,13 @@ def train(
                 return
     os.write(fd, b"end\n")
     os.close(fd)
+
+
+def _slow_after(folder: str) -> float:
+    try:
+        return float(Path(folder, SLOW).read_text())
+    except FileNotFoundError:
+        return float("inf")
 
 
 @contextmanager
@@ -243,6 +254,26 @@ class Trainers:
         self.wait_for(lambda: any(status["batches"] for status in groups()))
         (self.folder / "producer runs").touch()
 
+    def slow_after(self, batches: float) -> None:
+        """From so many batches on, trainers pause after each: they are not done before a test that gets no core."""
+        new = self.folder / f"{SLOW}.new"
+        new.write_text(str(batches))
+        new.rename(self.folder / SLOW)
+
+    def members(self) -> int:
+        """The trainers of the group, as far as its producer answers."""
+        return max((len(status["trainers"]) for status in groups() if status["producer"]), default=0)
+
+    def kill_producers(self) -> None:
+        for pid in self.producers():
+            kill(pid)
+
+    def kill_worker(self) -> None:
+        """Of the producer; none while it has ended its workers because no batch was asked for."""
+        for pid in self.producers():
+            for worker in workers_of(pid)[:1]:
+                kill(worker)
+
     def wait_for(self, condition: Any, seconds: float = 240.0) -> None:
         """Wait until a condition holds."""
         until = time.monotonic() + seconds
@@ -287,6 +318,14 @@ def commands() -> list[tuple[int, str]]:
             except (OSError, UnicodeDecodeError):
                 continue
     return found
+
+
+def kill(pid: int) -> None:
+    """Kill a process that may have ended."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def workers_of(pid: int) -> list[int]:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from cuda_fake import FakeDriver, FakeEvent, FakeStream
 
+from legroom.cache import list_gpu_copies
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches import cuda_calls_for_gather, cuda_path_choice, cuda_pinned, cuda_resident, gather_threads
@@ -332,7 +333,10 @@ def test_resident_batches_are_gathered_by_the_kernel_once_it_is_compiled(
     gatherer.close()
 
 
-def test_resident_data_in_the_cache_are_shared_with_other_processes(stored: Stored, tmp_path: Path) -> None:
+def test_resident_data_in_the_cache_are_shared_with_other_processes(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(list_gpu_copies, "PATIENCE_S", 60.0)  # a busy machine is not a stopped process
     entry = SimpleNamespace(backing="shm", key="k1", store=os.fspath(tmp_path), sources=("train.h5",))
     driver = FakeDriver()
     first = stored.open(driver, entry, resident=True)
@@ -611,7 +615,7 @@ def test_batches_are_made_side_by_side_where_there_are_cpus(
     stored: Stored, cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_pinned, "usable_cpus", lambda: cpus)
-    driver = FakeDriver()
+    driver, before = FakeDriver(), set(threading.enumerate())
     gatherer = stored.open(driver, DISK)
     assert gatherer.ahead == (6 if cpus == 16 else 2) and len(driver.pinned_sizes) == (6 if cpus == 16 else 3)
     orders = list(np.random.default_rng(4).integers(0, 50, (40, 5)))
@@ -623,7 +627,7 @@ def test_batches_are_made_side_by_side_where_there_are_cpus(
         if number + gatherer.ahead < len(orders):
             gatherer.begin(orders[number + gatherer.ahead])
     gatherer.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("legroom-batch")]
+    assert not set(threading.enumerate()) - before
 
 
 def test_large_batches_are_made_one_by_one() -> None:
@@ -771,12 +775,13 @@ def test_a_forked_child_is_refused_and_releases_nothing(stored: Stored) -> None:
 
 
 def test_threads_end_with_the_gatherer(stored: Stored) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     gatherer = stored.open(FakeDriver(), DISK)
+    assert set(threading.enumerate()) - before
     gatherer.begin(ROWS)
     gatherer.gather(ROWS)
     gatherer.close()
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before  # those of other tests may end meanwhile
 
 
 class Array:

@@ -203,10 +203,10 @@ def test_the_interpreter_ends(act: str, status: int) -> None:
 @pytest.mark.usefixtures("ordinary_exit")
 def test_control_c_ends_it() -> None:
     # A shell may have started these tests in the background, where Ctrl-C is ignored.
-    act = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n    "
-    act += "while True:\n        for batch in data.batches(200, format='numpy'): time.sleep(0.002)"
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + LOOP
+    act = "while True:\n        for batch in data.batches(200, format='numpy'): time.sleep(0.002)"
     with subprocess.Popen(
-        [sys.executable, "-c", LOOP.replace("ACT", act)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program.replace("ACT", act)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "going\n"
         time.sleep(0.2)

@@ -41,6 +41,25 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def earlier() -> set[int | None]:
+    """The child processes that other tests have left."""
+    return children()
+
+
+@pytest.fixture
+def _long_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits a minute, not 5 s, for each worker that does not answer: no busy machine is as slow.
+
+    It sends SIGTERM to those that have not ended by then, and does not wait for them.
+    """
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
+
+
+def children() -> set[int | None]:
+    return {one.pid for one in multiprocessing.active_children()}
+
+
 def numbers(batches: Any) -> list[list[int]]:
     return [[int(value) for value in batch.reshape(-1)] for batch in batches]
 
@@ -183,20 +202,15 @@ def test_a_budget_below_one_batch_is_an_error_in_the_consumer() -> None:
         list(legroom.DataLoader(samples.Rows(), 4, num_workers=2, memory_budget=100))
 
 
-def test_an_error_of_a_worker_leaves_no_process_behind() -> None:
+@pytest.mark.usefixtures("_long_join")
+def test_an_error_of_a_worker_leaves_no_process_behind(earlier: set[int | None]) -> None:
     gc.disable()  # nobody need collect anything
     try:
         with contextlib.suppress(BudgetTooSmall):
             list(legroom.DataLoader(samples.Rows(), 4, num_workers=2, memory_budget=100))
-        assert not multiprocessing.active_children()
+        assert not children() - earlier
     finally:
         gc.enable()
-
-
-@pytest.fixture
-def _long_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch waits a minute, not 5 s, for each worker that does not answer: no busy machine is as slow."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
 
 
 @pytest.mark.usefixtures("_long_join")
@@ -317,11 +331,12 @@ def test_ten_thousand_batches_leak_nothing() -> None:
     rss = []
     for number, (_, index) in enumerate(loader):
         assert int(index) == number
-        if number in (count // 3, count - 1):
+        if number % (count // 4) == count // 4 - 1:
             rss.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
             assert receive.mapped_slots() <= 8
-    assert number == count - 1 and rss[1] - rss[0] < 8 << 20
-    deadline = time.monotonic() + 30  # the threads of torch's queues end when they notice
+    # A leak grows in every part; what other tests have freed is used again, or moved into huge pages, in some.
+    assert number == count - 1 and min(after - before for before, after in itertools.pairwise(rss)) < 3 << 20
+    deadline = time.monotonic() + 60  # the threads of torch's queues end when they notice
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= threads
@@ -377,7 +392,8 @@ def test_an_exception_keeps_the_users_frames(options: dict[str, Any]) -> None:
     assert names[-1] == "of_the_user"
 
 
-def test_an_exception_of_the_sampler_in_the_middle_keeps_its_frames() -> None:
+@pytest.mark.usefixtures("_long_join")
+def test_an_exception_of_the_sampler_in_the_middle_keeps_its_frames(earlier: set[int | None]) -> None:
     def sampler() -> Iterator[int]:
         yield from range(6)
         raise LookupError("the sampler's own")
@@ -389,17 +405,17 @@ def test_an_exception_of_the_sampler_in_the_middle_keeps_its_frames() -> None:
     # As with torch, the frames keep the iterator, and with it workers and slots, until the exception is dropped.
     del caught, loader
     gc.collect()
-    assert not multiprocessing.active_children()
+    assert not children() - earlier
     assert "legroom-batch" not in Path("/proc/self/maps").read_text()
 
 
-def test_an_exception_from_a_worker_leaves_no_process_behind() -> None:
-    gc.collect()  # what other tests have left
-    gc.disable()  # from here on nobody need collect anything
+@pytest.mark.usefixtures("_long_join")
+def test_an_exception_from_a_worker_leaves_no_process_behind(earlier: set[int | None]) -> None:
+    gc.disable()  # nobody need collect anything
     try:
         with contextlib.suppress(KeyError):
             list(legroom.DataLoader(samples.Raises(), 2, num_workers=2))
-        assert not multiprocessing.active_children()
+        assert not children() - earlier
     finally:
         gc.enable()
 
@@ -448,6 +464,7 @@ def test_the_class_takes_the_type_of_its_batches() -> None:
     assert isinstance(Own(samples.Rows("int")), torch.utils.data.DataLoader)
 
 
+@pytest.mark.usefixtures("_long_join")
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_iterator_is_one_of_torchs(persistent: bool) -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -65,18 +66,21 @@ def slots() -> tuple[int, int]:
 
 
 @pytest.fixture(autouse=True)
-def _none_before() -> Iterator[None]:
+def _none_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
-    receive.forget_ended_workers()
+    until = time.monotonic() + 60
+    while slots() != (0, 0) and time.monotonic() < until:
+        multiprocessing.active_children()  # waits for workers of earlier tests that have ended by now
+        receive.forget_ended_workers()
     assert slots() == (0, 0)
+    # torch waits so long for each worker that does not end by itself, and not for its end after SIGTERM.
+    monkeypatch.setattr(data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
     yield
 
 
 @pytest.mark.parametrize("lasting", [True, False])
 @pytest.mark.parametrize("waiting", ["for memory, legroom", "for memory, torch", "to start"])
 def test_workers_that_wait_end_with_their_loader(lasting: bool, waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch waits that long for each worker that does not end by itself.
-    monkeypatch.setattr(data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
     options: dict[str, Any] = {"num_workers": 3, "prefetch_factor": 8, "batch_size": 1}
     options |= {"multiprocessing_context": "fork", "persistent_workers": lasting}
     if waiting == "for memory, legroom":

@@ -206,16 +206,19 @@ def test_out_of_order_a_busy_first_worker_is_not_waited_for_long(monkeypatch: py
 
 
 def test_a_busy_process_is_not_blocked_and_a_sleeping_one_is() -> None:
-    program = "import sys, time\nwhile sys.argv[1:]: pass\ntime.sleep(60)"
+    program = "import sys, time\nprint('begun', flush=True)\nwhile sys.argv[1:]: pass\ntime.sleep(600)"
     # Blocked is what has waited for a second: one that sleeps may be seen late, one at work is not seen within 3 s.
     for arguments, expected, seconds in (([], True, 60), (["work"], False, 3)):
-        child = subprocess.Popen([sys.executable, "-c", program, *arguments])
+        child = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE)
+        assert child.stdout is not None
         try:
+            assert child.stdout.readline()  # an interpreter that starts waits for the disk
             blocked, until = worker_process.BlockedCheck(), time.monotonic() + seconds
             while not (found := blocked.blocked(child.pid)) and time.monotonic() < until:
                 time.sleep(0.01)
             assert found == expected
         finally:
+            child.stdout.close()
             child.kill()
             child.wait()
     assert not worker_process.BlockedCheck().blocked(child.pid)  # there is none

@@ -53,7 +53,7 @@ def test_no_process_waits_for_a_full_pipe_and_order_is_kept(queue: Any) -> None:
     for number in range(count):
         queue.put((number, None))
     assert feeding_threads()
-    assert [queue.get(timeout=30)[0] for _ in range(count)] == list(range(count))
+    assert [queue.get(timeout=240)[0] for _ in range(count)] == list(range(count))
 
 
 def test_large_messages_between_small_ones(queue: Any) -> None:
@@ -99,7 +99,7 @@ def test_several_threads(queue: Any) -> None:
     ]
     for writer in writers:
         writer.start()
-    found = [queue.get(timeout=30) for _ in range(4 * 300)]
+    found = [queue.get(timeout=240) for _ in range(4 * 300)]
     for writer in writers:
         writer.join()
     for first in range(4):
@@ -175,7 +175,7 @@ def test_a_lock_of_a_process_that_was_killed_blocks_no_put(queue: Any) -> None:
     killed.join()
     put = threading.Thread(target=queue.put, args=((0, [1]),), daemon=True)
     put.start()
-    put.join(30)
+    put.join(60)
     assert not put.is_alive()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -183,16 +182,17 @@ def test_a_stream_with_a_state_is_shared_through_kills(make: Any) -> None:
     expected = stream_reference(alone, 3)
     del alone
     assert expected[0] != expected[51].replace("1 ", "0 ", 1)  # another epoch, other random numbers
+    group.slow_after(10)
     group.start(3, pause=0.01)
     group.start(2, pause=0.02)
     group.await_producer()
     group.wait_for(lambda: any(one["shared"] > 3 for status in groups() for one in status["trainers"]))
-    for pid in share_data.workers_of(group.producers()[0])[:1]:
-        os.kill(pid, signal.SIGKILL)
+    group.kill_worker()
     here = len(group.lines(0))
+    group.slow_after(here + 15)
     group.wait_for(lambda: len(group.lines(0)) > here + 10)
-    for pid in group.producers():
-        os.kill(pid, signal.SIGKILL)
+    group.kill_producers()
+    group.slow_after(1000)
     group.join()
     assert group.lines(0) == [*expected, "end"]
     assert group.lines(1) == [*(one for one in expected if not one.startswith("2 ")), "end"]

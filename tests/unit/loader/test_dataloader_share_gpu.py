@@ -71,8 +71,9 @@ def copies(folder: Path) -> Counter[str]:
     return Counter(line.split()[0] for line in (folder / "copies").read_text().splitlines())
 
 
-def status() -> dict[str, Any]:
-    return next(one for one in groups() if one["producer"])
+def gpus() -> list[dict[str, Any]]:
+    """Of the producer; none while it does not answer."""
+    return next((one["gpus"] for one in groups() if one["producer"]), [])
 
 
 @joins_late
@@ -82,8 +83,8 @@ def test_each_batch_is_copied_from_the_host_once_for_all_trainers(make: Any, tmp
     for _ in range(3):
         group.start(1, pause=0.02)
     group.await_producer()
-    group.wait_for(lambda: any(one["copied"] > 40 for one in status()["gpus"]))
-    (gpu,) = status()["gpus"]
+    group.wait_for(lambda: any(one["copied"] > 40 for one in gpus()))
+    (gpu,) = gpus()
     group.join()
     for number in range(3):
         assert group.lines(number) == [*expected, "end"]
@@ -99,7 +100,7 @@ def test_trainers_on_different_gpus_have_rings_of_their_own(make: Any) -> None:
     for number in range(4):
         group.start(1, pause=0.02, device=f"gpu-{number % 2}")
     group.await_producer()
-    group.wait_for(lambda: sum(one["copied"] > 10 for one in status()["gpus"]) == 2)
+    group.wait_for(lambda: sum(one["copied"] > 10 for one in gpus()) == 2)
     group.join()
     for number in range(4):
         assert group.lines(number) == [*expected, "end"]

@@ -348,11 +348,11 @@ def test_with_low_memory_one_batch_is_in_flight(monkeypatch: pytest.MonkeyPatch)
     second.state = SENT
     with ThreadPoolExecutor(1) as threads:
         taken = threads.submit(pool.take, MB)
-        assert noticed.wait(30)
+        assert noticed.wait(60)
         second.state = FREE  # not taken: the first is still in flight
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while pool.slots != [first] and time.monotonic() < deadline:
             time.sleep(0.001)
         assert pool.slots == [first] and not taken.done()
         first.state = FREE
-        assert taken.result(30) is first
+        assert taken.result(60) is first

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader import legroom_check
-from legroom.loader.measure import dataloader_trial, memory_guard_script, start_memory_guard
+from legroom.loader.measure import dataloader_trial, dataset_samples, memory_guard_script, start_memory_guard
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import contents_of
 from legroom.loader.measure.measure_dataset_in_child import measure_dataset
@@ -53,10 +53,28 @@ def test_the_users_collate_is_measured() -> None:
     assert sorted(measured.tensors) == [4 * IMAGE, 8 * IMAGE]
 
 
+@pytest.mark.load_sensitive(reason="time that a hypervisor takes from the machine is neither CPU time nor run queue")
 def test_computing_and_waiting_are_separated() -> None:
     computing, waiting = (measure(tune_data.Computing(), batch_size=4), measure(tune_data.Waiting(), batch_size=4))
     assert computing.cpu_seconds > 0.003 and computing.cpu_seconds > 4 * computing.wait_seconds
     assert waiting.wait_seconds > 0.003 and waiting.wait_seconds > 4 * waiting.cpu_seconds
+
+
+def test_a_point_in_time_is_one_during_which_no_core_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time on the run queue would be in one of two differences, and its seconds in the other."""
+    now, queued = [100.0], [0.0]
+
+    def perf_counter() -> float:
+        if queued[0] < 5:  # another process gets the core before the clock is read
+            now[0], queued[0] = 105.0, 5.0
+        return now[0]
+
+    monkeypatch.setattr(dataset_samples.time, "perf_counter", perf_counter)
+    monkeypatch.setattr(dataset_samples, "_seconds_on_run_queue", lambda: queued[0])
+    start = dataset_samples.Clock.now()
+    now[0] += 1.0
+    assert (start.wall, start.queued) == (105.0, 5.0)
+    assert dataset_samples.Clock.now().since(start).undisturbed == 1.0
 
 
 def test_batched_and_iterable_datasets() -> None:
@@ -201,7 +219,8 @@ def test_text_that_is_not_a_name(spec: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="semaphores lie in /dev/shm there")
-def test_an_ended_group_leaves_no_semaphores() -> None:
+def test_an_ended_group_leaves_no_semaphores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_guard_script, "TRACKER_S", 60.0)  # on a busy machine the tracker waits for a core
     program = (
         "import multiprocessing, time\n"
         "context = multiprocessing.get_context('spawn')\n"
@@ -273,10 +292,11 @@ def test_a_worker_that_waits_for_a_cpu_is_not_idle(monkeypatch: pytest.MonkeyPat
     try:
         for pid, waits in ((busy.pid, False), (asleep.pid, True)):
             monkeypatch.setattr(dataloader_trial, "_children", lambda pid=pid: [str(pid)])
-            deadline = time.monotonic() + 60
-            while (dataloader_trial._activity() is None) is waits and time.monotonic() < deadline:
+            deadline, found = time.monotonic() + 60, dataloader_trial._activity()
+            while (found is None) is waits and time.monotonic() < deadline:
                 time.sleep(0.01)  # until it has begun
-            assert (dataloader_trial._activity() is not None) is waits
+                found = dataloader_trial._activity()
+            assert (found is not None) is waits
     finally:
         for process in (busy, asleep):
             process.kill()

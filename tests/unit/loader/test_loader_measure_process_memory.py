@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,11 @@ def test_a_process_that_had_to_be_stopped_is_more_than_is_free(
 ) -> None:
     rooms = iter([FreeMemory(60 * MB, "here"), FreeMemory(50 * MB, "here"), FreeMemory(SPARE - 1, "here")])
     monkeypatch.setattr(measure_process_memory, "free_memory_now", lambda: next(rooms))
+    # A child that does not end by itself: another could be done before the third reading.
+    pipes = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
+    start = subprocess.Popen
+    fake = SimpleNamespace(Popen=lambda _, **given: start(["sleep", "600"], **given), **pipes)
+    monkeypatch.setattr(measure_process_memory, "subprocess", fake)
     stopped = bare_process.__wrapped__(60.0)
     assert stopped == BareProcess(process=60 * MB - SPARE + 1, stopped=True)
     monkeypatch.setattr(legroom_check, "bare_process", lambda _: stopped)

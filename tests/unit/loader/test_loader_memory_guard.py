@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,11 @@ def test_it_knows_whether_others_run_in_the_cgroup(tmp_path: Path) -> None:
     assert start_memory_guard._others_in_cgroup(host, str(tmp_path))
 
 
+def no_time_passes(monkeypatch: pytest.MonkeyPatch, sleep: Any) -> None:
+    """In the guard alone: other threads of this process may sleep, and no time limit ends because no core was free."""
+    monkeypatch.setattr(memory_guard_script, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+
+
 def test_it_waits_until_a_killed_command_has_returned_its_memory(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +139,7 @@ def test_it_waits_until_a_killed_command_has_returned_its_memory(
         if len(slept) == 3:
             counters.write("usage", 20 * MB)
 
-    monkeypatch.setattr(memory_guard_script.time, "sleep", sleep)
+    no_time_passes(monkeypatch, sleep)
     meter.wait_released()
     assert len(slept) == 3
 
@@ -149,13 +155,13 @@ def test_the_command_is_the_first_that_the_oom_killer_takes(tmp_path: Path) -> N
 def test_a_group_is_ended_without_reading_proc_but_for_what_ignores_sigterm() -> None:
     """multiprocessing's resource tracker ignores it: it has semaphores to unlink."""
     ignores = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
     )
     program = (
         "import subprocess, sys, time\n"
         f"tracker = subprocess.Popen([sys.executable, '-S', '-c', {ignores!r}], stdout=subprocess.PIPE)\n"
-        "tracker.stdout.readline(); worker = subprocess.Popen(['sleep', '60'])\n"
-        "print(tracker.pid, worker.pid, flush=True); time.sleep(60)\n"
+        "tracker.stdout.readline(); worker = subprocess.Popen(['sleep', '600'])\n"
+        "print(tracker.pid, worker.pid, flush=True); time.sleep(600)\n"
     )
     line = [sys.executable, "-S", "-c", program]
     child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -164,8 +170,8 @@ def test_a_group_is_ended_without_reading_proc_but_for_what_ignores_sigterm() ->
         tracker, worker = map(int, child.stdout.readline().split())
     try:
         memory_guard_script.kill_without_memory(child.pid)
-        assert child.wait(20) == -signal.SIGKILL
-        deadline = time.monotonic() + 20
+        assert child.wait(60) == -signal.SIGKILL
+        deadline = time.monotonic() + 60
         while worker in memory_guard_script._in_group(child.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert set(memory_guard_script._in_group(child.pid)) == {tracker}
@@ -209,6 +215,6 @@ def test_it_waits_until_torch_has_unlinked_the_files_of_ended_processes(
         if len(slept) == 3:
             left.unlink()
 
-    monkeypatch.setattr(memory_guard_script.time, "sleep", sleep)
+    no_time_passes(monkeypatch, sleep)
     memory_guard_script._wait_unlinked(str(tmp_path), {earlier.name})
     assert len(slept) == 3

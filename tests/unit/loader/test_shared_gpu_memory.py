@@ -21,13 +21,24 @@ import pytest
 from legroom.cache import list_gpu_copies
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader import shared_gpu_memory
-from legroom.loader.shared_gpu_memory import FOLDER, SharedCopy, holders, share
+from legroom.loader.shared_gpu_memory import FOLDER, SharedCopy, share
 
 from .fake_gpu_memory import GRAIN, FakeMemory, content
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="GPU memory is shared on Linux only")
 SIZE = 3 * GRAIN + 17
 CHILD = Path(__file__).with_name("fake_gpu_memory.py")
+
+
+@pytest.fixture(autouse=True)
+def _long_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a process that is not stopped may take seconds to answer, or to make its copy."""
+    monkeypatch.setattr(list_gpu_copies, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(shared_gpu_memory, "_LOCK_S", 120.0)
+
+
+def holders(store: Path) -> list[dict[str, Any]]:
+    return list_gpu_copies.holders(store, 60.0)
 
 
 def take(api: FakeMemory, store: Path, name: str = "a", **options: Any) -> SharedCopy:

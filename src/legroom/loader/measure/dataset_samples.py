@@ -37,12 +37,12 @@ class Clock:
 
     @classmethod
     def now(cls) -> Clock:
-        try:
-            with open(_SCHEDSTAT, "rb") as file:
-                queued = int(file.read().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # not Linux, or a kernel without it: then it counts as waiting
-            queued = 0.0
-        return cls(time.perf_counter(), time.process_time(), queued)
+        queued = _seconds_on_run_queue()
+        while True:
+            found = cls(time.perf_counter(), time.process_time(), queued)
+            queued = _seconds_on_run_queue()
+            if queued == found.queued:  # else it waited for a core in between: these do not belong together
+                return found
 
     def since(self, start: Clock) -> Clock:
         return Clock(self.wall - start.wall, self.cpu - start.cpu, self.queued - start.queued)
@@ -51,6 +51,15 @@ class Clock:
     def undisturbed(self) -> float:
         """The time it would have taken on a free core."""
         return max(0.0, self.wall - self.queued)
+
+
+def _seconds_on_run_queue() -> float:
+    """Of this thread; 0 where the system does not tell, and it counts as waiting."""
+    try:
+        with open(_SCHEDSTAT, "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
