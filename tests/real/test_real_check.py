@@ -78,8 +78,9 @@ def test_check_answers_yes_with_the_size_that_it_advised() -> None:
 
 def test_a_loop_that_hangs_for_want_of_shared_memory_is_a_no() -> None:
     asked = {**PLAIN, "workers": 2, "collate": "padded", "persistent": True}
-    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 6 << 20, 1024)
-    assert ran.status == 1 and '"pool": "shm"' in ran.output and ran.seconds < 40, ran
+    # Not by its time limit: that is longer than the rig waits.
+    ran = check_rig.run(check_rig.check_command(asked, 600), asked, 2 << 30, 6 << 20, 1024)
+    assert ran.status == 1 and '"pool": "shm"' in ran.output, ran
 
 
 def test_a_stream_that_loses_a_refused_batch_and_ends_well_is_a_no() -> None:
