@@ -131,7 +131,7 @@ def _empty_and_remove(path: Path) -> None:
     for inner in path.iterdir():
         if inner.is_dir():
             _empty_and_remove(inner)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         for pid in (path / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):

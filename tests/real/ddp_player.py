@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 
 import torch
@@ -15,7 +16,10 @@ import legroom
 
 def main(path: str, epochs: int) -> None:
     # Shorter than the test's own patience: a rank that waits for a batch that no rank has fails, with the reason.
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = datetime.timedelta(seconds=60)
+    # By a file: another process may take a port that was free when the test looked.
+    dist.init_process_group("gloo", timeout=timeout, init_method=f"file://{path}.ranks", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(12, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)

@@ -129,7 +129,7 @@ def test_a_cgroup_with_a_neighbour_has_no_oom_kill(large: tuple[Path, int], tmp_
     shm, disk = Path(f"/dev/shm/legroom-test-{os.getpid()}-{backing}"), tmp_path / "disk"
     shm.mkdir(mode=0o700)
     disk.mkdir()
-    hog = f"import time; block = bytearray({80 * MB}); block[::4096] = b'x' * len(block[::4096]); print('on', flush=True); time.sleep(120)"
+    hog = f"import time; block = bytearray({80 * MB}); block[::4096] = b'x' * len(block[::4096]); print('on', flush=True); time.sleep(600)"
     try:
         with rigs.memory_cgroup(200 * MB) as group:
             neighbour = subprocess.Popen(group.command([sys.executable, "-c", hog]), stdout=subprocess.PIPE, text=True)

@@ -96,7 +96,7 @@ def test_a_real_oom_kill_is_seen() -> None:
 
 @pytest.mark.real("cgroup", "swap")
 def test_swap_in_use_is_seen() -> None:
-    hold = "import time; x = bytearray(b'x') * (220 << 20); print('ready', flush=True); time.sleep(60)"
+    hold = "import time; x = bytearray(b'x') * (220 << 20); print('ready', flush=True); time.sleep(600)"
     with rigs.swap_file(400 * MB), rigs.memory_cgroup(120 * MB, swap=None) as group:
         holder = subprocess.Popen(group.command([sys.executable, "-c", hold]), stdout=subprocess.PIPE)
         try:

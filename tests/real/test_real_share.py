@@ -169,7 +169,7 @@ def test_another_user_can_neither_join_nor_read_nor_block_a_group_that_runs(monk
         expected = share_data.reference(group.loader(), 1)
         try:
             for _ in range(2):
-                group.start(1, pause=0.02)
+                group.start(1, stop_at=20)  # it runs until everything was tried
             group.await_producer()
             (producer,) = group.producers()
             folder = Path(place) / f"legroom-{os.geteuid()}" / "share"
@@ -192,6 +192,7 @@ def test_another_user_can_neither_join_nor_read_nor_block_a_group_that_runs(monk
             os.chmod(folder, 0o700)
             (status,) = [one for one in groups() if one["producer"]]
             assert {one["pid"] for one in status["trainers"]} <= {one.pid for one in group.processes}
+            (group.folder / "continue").touch()
             group.join()
             for number in (0, 1):
                 assert group.lines(number) == [*expected, "end"]

@@ -137,7 +137,7 @@ def test_every_process_that_matches_is_reported(capsys: pytest.CaptureFixture[st
 
 def test_a_job_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)", "train.py", "--batch_size", "32", "--num_workers=4"]
+        [sys.executable, "-c", "import time; time.sleep(600)", "train.py", "--batch_size", "32", "--num_workers=4"]
     )
     try:
         status, out, _ = _run(capsys, "--json", "--pid", str(child.pid))

@@ -48,7 +48,7 @@ def test_the_sampler_survives_a_store_that_cannot_be_read() -> None:
             raise OSError("gone")
         return (COPY,)
 
-    clock = iter(range(0, 10_000, 100))
+    clock = iter(range(0, 10**9, 10**5))  # due again, also where a reading had to wait seconds for a core
     sampler = Sampler(user_processes(Host()), clock=lambda: float(next(clock)), gpu_copies=read)
     found = [taken.gpu_copies for taken in (sampler.take(), sampler.take(), sampler.take()) if taken is not None]
     sampler.close()

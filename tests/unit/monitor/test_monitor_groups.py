@@ -55,7 +55,7 @@ def test_the_sampler_reads_groups_within_its_share_of_the_time_and_survives_erro
             raise OSError("gone")
         return (GROUP,)
 
-    clock = iter(range(0, 10_000, 100))
+    clock = iter(range(0, 10**9, 10**5))  # due again, also where a reading had to wait seconds for a core
     sampler = Sampler(user_processes(Host()), clock=lambda: float(next(clock)), groups=read)
     found = [taken.groups for taken in (sampler.take(), sampler.take(), sampler.take()) if taken is not None]
     sampler.close()
