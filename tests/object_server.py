@@ -25,6 +25,7 @@ class Objects:
     most: int | None = None  # bytes that it sends of a range, whatever was asked for
     moved: dict[str, str] = field(default_factory=dict)  # names that it redirects
     busy: int = 0  # requests that it still refuses with 503
+    failing: int | None = None  # the status with which it answers every request
     before: Callable[[str, int], None] | None = None  # called with method and offset before an answer
     requests: list[tuple[str, str]] = field(default_factory=list)  # method, range
     sent: int = 0  # bytes of bodies, counted before a client can have them
@@ -62,6 +63,9 @@ def _handler(objects: Objects) -> type[BaseHTTPRequestHandler]:
             objects.requests.append((self.command, span or ""))
             if objects.need is not None and objects.need not in self.path + str(self.headers):
                 self._status(403)
+                return
+            if objects.failing is not None:
+                self._status(objects.failing)
                 return
             if name in objects.moved:
                 self._status(302, objects.moved[name])

@@ -44,7 +44,7 @@ def remote_error(url: ObjectUrl, problem: BaseException) -> LegroomError:
     chain = list(_chain(problem))
     names = {kind.__name__ for one in chain for kind in type(one).__mro__}
     status = next((number for one in chain if (number := _status(one)) is not None), None)
-    reason = _reason(problem)
+    reason = _reason(next((one for one in chain if not isinstance(one, FileNotFoundError)), problem))
     what = say("cannot read {path}", path=url)
     if names & set(_CREDENTIALS):
         return NoCredentials(
@@ -60,8 +60,9 @@ def remote_error(url: ObjectUrl, problem: BaseException) -> LegroomError:
             why=say("the server refused access: {reason}", reason=reason),
             fix=(*_login(url), say("ask the owner for read permission, or check that the signature has not expired")),
         )
-    if status == 404 or any(isinstance(one, FileNotFoundError) for one in chain):
-        return NoSuchObject(what, why=say("the server has no such object or bucket"), fix=(say("check the URL"),))
+    missing = NoSuchObject(what, why=say("the server has no such object or bucket"), fix=(say("check the URL"),))
+    if status == 404:
+        return missing
     if names & set(_TIMEOUTS) or any(isinstance(one, TimeoutError) for one in chain):
         return RemoteTimeout(
             what,
@@ -80,6 +81,9 @@ def remote_error(url: ObjectUrl, problem: BaseException) -> LegroomError:
             why=say("no connection to the server: {reason}", reason=reason),
             fix=(say("check the network, and proxy and endpoint settings; what has arrived is kept"),),
         )
+    # Last, because fsspec also raises it where the server cannot be reached or fails.
+    if status is None and any(isinstance(one, FileNotFoundError) for one in chain):
+        return missing
     return RemoteError(what, why=reason, fix=(say("check the URL and the storage service"),), status=status)
 
 

@@ -465,6 +465,22 @@ def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatc
             problem = problem.__cause__ or problem.__context__
 
 
+def test_a_server_that_fails_at_the_first_contact_is_not_a_missing_object(
+    shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec raises FileNotFoundError for everything that goes wrong there."""
+    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(errors.RemoteUnreachable, match="no connection to the server: .*127.0.0.1"):
+            legroom.open(f"http://127.0.0.1:{silent.getsockname()[1]}/x.npy")
+    with object_server(x__npy=npy(ROWS)) as server:
+        server.failing = 503
+        with pytest.raises(errors.RemoteError) as busy:
+            legroom.open(server.url("x.npy"))
+    assert busy.value.code != "no-such-object" and "503" in busy.value.why
+
+
 def test_unknown_protocols_and_missing_packages(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.UsageError, match="unknown protocol 'nowhere'"):
         legroom.open("nowhere://x/y.npy")
