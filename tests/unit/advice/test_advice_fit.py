@@ -128,7 +128,9 @@ def test_what_is_reported_to_fit_fits(demand: Demand, batch: Batch, shm: int, ra
         assert not fits(demand, batch.of(1), machine)
 
 
-short_datasets = st.builds(lambda batch, rows: replace(batch, rows=max(batch.samples, rows)), batches, st.integers(1, 200))
+short_datasets = st.builds(
+    lambda batch, rows: replace(batch, rows=max(batch.samples, rows)), batches, st.integers(1, 200)
+)
 
 
 @given(demands, short_datasets, st.integers(0, 512 * MB), st.integers(0, 2 * GB), st.none() | st.booleans())
