@@ -87,7 +87,8 @@ def test_the_disk_of_checkpoints_is_a_pool(tmp_path: Path, capsys: pytest.Captur
 
 def test_checkpoints_that_go_nowhere_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "no such runs"
-    status, out, err = _run(capsys, "--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(folder))
+    options = ("--batch", "8", "--sample-bytes", "1KB", "--checkpoint-bytes", "1KB")
+    status, out, err = _run(capsys, *options, "--checkpoint-dir", str(folder))
     assert status == 2 and out == "" and f"mkdir -p '{folder}'" in err
 
 
