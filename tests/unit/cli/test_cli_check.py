@@ -300,7 +300,7 @@ def test_a_trial_that_takes_too_long_is_unknown_and_reports_what_it_had_taken() 
         ("--batch", "8", "--sample-bytes", "-1MB"),
         ("--batch", "8", "--sample-bytes", "lots"),
         ("--batch", "8", "--sample-bytes", "1MB", "--workers", "-1"),
-        ("--batch", "8", "--sample-bytes", "1MB", "--prefetch", "0"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--workers", "2", "--prefetch", "0"),
         ("--batch", "8", "--sample-bytes", "1MB", "--data", "x.npy"),
         ("--batch", "8", "--data", "/no/such/file.h5"),
         ("--batch", "8", "--sample-bytes", "1MB", "--checkpoint-bytes", "1GB"),
