@@ -33,7 +33,7 @@ class Screen:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(self._ours)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "legroom", "watch", "--interval", "0.2s", *options],
+            [sys.executable, "-m", "legroom", "watch", *(() if "--replay" in options else ("--interval", "0.2s")), *options],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
             env={**os.environ, "TERM": "xterm-256color", **environment},
         )  # fmt: skip

@@ -55,7 +55,7 @@ def fresh(page: Page) -> Page:
 def _watching(*options: str, ends: bool = False) -> Iterator[str]:
     """A watch in another process; its address. ``ends``: it has ended by itself afterwards, or is about to."""
     child = subprocess.Popen(
-        [*LEGROOM, "watch", "--web", "127.0.0.1:0", "--interval", "0.2s", *options],
+        [*LEGROOM, "watch", "--web", "127.0.0.1:0", *(() if "--replay" in options else ("--interval", "0.2s")), *options],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert child.stderr is not None

@@ -209,12 +209,19 @@ def largest_settings(demand: Demand, batch: Batch, machine: Machine, *, fitting:
     return None
 
 
-def largest_batch(demand: Demand, batch: Batch, machine: Machine) -> int | None:
-    """The largest batch size with these workers and prefetch; None: no limit, 0: none fits."""
-    if fits(demand, batch.of(_MOST), machine):
+def largest_batch(demand: Demand, batch: Batch, machine: Machine, *, fitting: bool | None = None) -> int | None:
+    """The largest batch size with these workers and prefetch; None: no limit, 0: none fits.
+
+    ``fitting``: whether this batch fits, if that has been judged. The answer never contradicts it: the prediction for
+    another size can differ from what a trial run measured, and a larger batch of a short dataset can need less.
+    """
+    most = _MOST if batch.rows is None else min(_MOST, batch.rows)  # no batch has more samples than the dataset
+    if fitting is None:
+        fitting = fits(demand, batch, machine)
+    low, high = (batch.samples, most) if fitting else (0, batch.samples)
+    if fitting and (low >= high or fits(demand, batch.of(high), machine)):
         return None
-    low, high = 0, _MOST  # low fits or is 0; high does not fit
-    while high - low > 1:
+    while high - low > 1:  # low fits or is 0; high does not fit
         middle = (low + high) // 2
         if fits(demand, batch.of(middle), machine):
             low = middle

@@ -4,6 +4,7 @@ main          entry point, list of commands, errors and exit statuses
 cache, check, demo, doctor, explain, help, leak, nodes, plan, report, run, tune, watch
               one command each, with its text and JSON output
 options       argument types and options that several commands share
+option_names  errors with the options of a command in place of Python arguments
 memory_need_output
               how `plan` and `check` print memory needs
 help_formatter

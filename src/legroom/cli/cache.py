@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,6 @@ import click
 from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.options import DURATION, SIZE, EntryName
 from legroom.cli.text_layout import paragraph
-from legroom.errors import LegroomError
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
 from legroom.remote.object_url import without_credentials
@@ -92,7 +89,7 @@ def load(
         if len(group) > 1:
             label = say("{first} and {count} more", first=label, count=len(group) - 1)
         started = time.perf_counter()
-        with progress(label) as bar, as_options():
+        with progress(label) as bar:
             opened = open_data(
                 group if join else group[0],
                 names,
@@ -227,38 +224,6 @@ def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     else:
         click.echo("\n".join(verified_line(result) for result in results) or say("the cache is empty"))
     return 0 if all(result.whole and result.source != "changed" for result in results) else 1
-
-
-# An argument of legroom.open() in a message: name='value', name=[values], or name= alone.
-_ARGUMENT = re.compile(
-    r"(?<![\w?&])(keys|dtype|hash|backing|wait)=(?:'([^']*)'|\[([^\]]*)\]|(True|False)|(?![\w'\"\[(]))"
-)
-
-
-@contextmanager
-def as_options() -> Iterator[None]:
-    """Within it, errors name the options of the command line instead of the arguments of legroom.open()."""
-    try:
-        yield
-    except LegroomError as error:
-        error.what, error.why = option_names(error.what), option_names(error.why)
-        error.fix = tuple(map(option_names, error.fix))
-        raise
-
-
-def option_names(text: str) -> str:
-    """A message with ``dtype='uint16'`` as ``--dtype uint16``, ``keys=[…]`` as ``--keys NAME,…``."""
-    return _ARGUMENT.sub(_option, text)
-
-
-def _option(found: re.Match[str]) -> str:
-    name, value, several, flag = found.groups()
-    if flag is not None:
-        return "--no-wait" if flag == "False" else found[0]
-    if several is not None:
-        names = [one.strip().strip("'\"") for one in re.split("[,、]", several)]
-        value = "NAME,…" if names == ["…"] else ",".join(names)
-    return f"--{name}" if value is None else f"--{name} {shlex.quote(value) if value != 'NAME,…' else value}"
 
 
 _SHORT = 12  # digits of a key in text output

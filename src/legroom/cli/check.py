@@ -9,7 +9,17 @@ from typing import Any
 import click
 
 from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, settings_line, term_lines, verdict_lines
-from legroom.cli.options import DURATION, SIZE, asked, training_options
+from legroom.cli.options import (
+    DURATION,
+    SIZE,
+    TRAINING_NEEDS,
+    WORKERS,
+    asked,
+    refuse_beside,
+    require_options,
+    training_options,
+    typed,
+)
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import cells, listed, say
@@ -98,7 +108,9 @@ def command(
 
     Exits 1 if the DataLoader does not fit, 0 if it fits or the answer is unknown.
     """
-    if share:
+    refuse_beside("share", typed() - _OF_SHARE)
+    require_options(_NEEDS)
+    if share and dataset is not None:
         return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
     from legroom.loader.legroom_check import check
@@ -128,12 +140,17 @@ def command(
     return 1 if found.verdict == "too-big" else 0
 
 
-def _check_share(dataset: str | None, collate: str | None, batch: int, timeout: float, as_json: bool) -> int:
+_OF_SHARE = {"share", "dataset", "collate", "batch", "timeout", "as_json", "lang"}
+_NEEDS = {
+    **TRAINING_NEEDS, "share": ("dataset",), "collate": ("dataset",), "start_method": WORKERS,
+    "checkpoint_dir": ("checkpoint_bytes",), "checkpoint_bytes": ("checkpoint_dir",),
+}  # fmt: skip
+
+
+def _check_share(dataset: str, collate: str | None, batch: int, timeout: float, as_json: bool) -> int:
     """Whether trainers can share batches of this dataset: 0 if they are the same in every process, else 1."""
     from legroom.loader.measure.batch_reproducibility import differing_parts
 
-    if dataset is None:
-        raise UsageError(say("--share needs --dataset"), fix=(say("pass --dataset MODULE:OBJECT"),))
     found = differing_parts(dataset, collate, check_integer("--batch", batch, 1), timeout)
     if as_json:
         click.echo(json.dumps({"schema": "legroom.check.share/1", **found}, ensure_ascii=False))

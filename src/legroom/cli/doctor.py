@@ -12,6 +12,7 @@ import click
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
 from legroom.advice.safe_settings_for_doctor import safe_settings
+from legroom.cli.options import refuse_beside
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
 from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say
@@ -44,6 +45,7 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     """
     if job is not None and match is not None:
         raise click.UsageError(say("--pid and --match cannot be combined"))
+    refuse_beside("as_json", {"plain"})
     host = Host.at(root)
     found = _jobs(host, job, match)
     machine = snapshot(host, pid=str(found[0].pid) if found else "self")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from legroom.cli.options import refuse_beside
 from legroom.cli.text_layout import width
 from legroom.errors import EXIT_USAGE, UnreadableSource, UsageError
 from legroom.messages import say
@@ -57,6 +58,7 @@ def command(
     """
     if bool(words) == (read is not None):
         raise click.UsageError(say("give a command to run, or --read DIR"))
+    refuse_beside("read", {"records"})
     if page is not None:
         from legroom.charts.drawing import check_path
 
@@ -69,7 +71,7 @@ def command(
                 fix=(say("pass the directory given to legroom leak --records"),),
             )
         _require_records(read)
-        written = show_report(read, (), page, as_json=as_json, to_stdout=True)
+        written = show_report(read, (), page, as_json=as_json, to_stdout=True, quiet=quiet)
         return 0 if written else EXIT_USAGE
 
     from legroom.probe.snapshot import snapshot
@@ -91,7 +93,7 @@ def command(
             quiet=quiet,
         )
         supervised = supervise(options, snapshot(), print_line)
-        show_report(directory, words, page, as_json=as_json, status=supervised.ending.shell_status)
+        show_report(directory, words, page, as_json=as_json, status=supervised.ending.shell_status, quiet=quiet)
     return supervised.ending.shell_status
 
 
@@ -139,6 +141,7 @@ def show_report(
     as_json: bool,
     status: int | None = None,
     to_stdout: bool = False,
+    quiet: bool = False,
     echo: Callable[..., None] = click.echo,
 ) -> bool:
     """Diagnose the records and print or write the report; whether the page could be written, where one is asked for."""
@@ -159,7 +162,8 @@ def show_report(
 
         try:
             replace_file(page, leak_page(report))
-            echo("legroom: " + say("page written to {path}", path=page), err=True)
+            if not quiet:
+                echo("legroom: " + say("page written to {path}", path=page), err=True)
         except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
             echo("legroom: " + say("cannot write {path}: {why}", path=page, why=problem.strerror or problem), err=True)
             return False

@@ -155,6 +155,9 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         status = cli.main(arguments, prog_name="legroom", standalone_mode=False, obj="json" if as_json else None)
         return status if isinstance(status, int) else 0
     except LegroomError as error:
+        from legroom.cli.option_names import in_options
+
+        in_options(error, _command(arguments))
         _print_error(error, as_json=as_json, command=_command_name(arguments))
         return error.exit_status
     except click.ClickException as problem:
@@ -174,6 +177,15 @@ def _command_name(arguments: list[str]) -> str:
     while words and words[0] not in COMMANDS:  # the value of an option before the command
         del words[0]
     return ".".join(words[:2] if words[:1] in (["cache"], ["nodes"]) else words[:1])
+
+
+def _command(arguments: list[str]) -> click.Command:
+    """The command that the arguments name, or the group before the first name that is unknown."""
+    found: click.Command = cli
+    for word in arguments:
+        if isinstance(found, click.Group):
+            found = found.get_command(click.Context(found), word) or found
+    return found
 
 
 def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:

@@ -12,6 +12,7 @@ import click
 
 from legroom.cli.cache import print_json
 from legroom.cli.language_and_streams import for_drawing
+from legroom.cli.option_names import translated
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
@@ -91,6 +92,7 @@ def warm(
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     with connect(address), _bars() as told:
         found = load(sources, nodes or None, keys=names, backing=backing, revalidate=revalidate, told=told)
+    found = tuple(_in_options(one) for one in found)
     if as_json:
         print_json("nodes.warm", {"nodes": [dataclasses.asdict(one) for one in found]})
     else:
@@ -147,6 +149,15 @@ def drop(
     else:
         click.echo(drop_text(found))
     return 1 if any(one.error is not None or one.answer.get("kept") for one in found) else 0
+
+
+def _in_options(load: NodeLoad) -> NodeLoad:
+    """The load with the options of `warm` in its error, which another process has worded."""
+    error = load.error
+    if error is None:
+        return load
+    what, why, fix = translated(warm, error.message, error.why, error.fix)
+    return dataclasses.replace(load, error=NodeError(error.code, what, why, fix))
 
 
 @contextmanager

@@ -1,16 +1,20 @@
-"""Argument types and options that several commands share: sizes, durations, cache entries, and a job's description."""
+"""Argument types and options that several commands share: sizes, durations, cache entries, and a job's description.
+
+Also refuses options that would have no effect beside others, or without them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from legroom.advice.job_arguments_and_batch_bytes import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
-from legroom.messages import say
+from legroom.messages import listed, say
 from legroom.units import parse_count, parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -104,6 +108,14 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+# Options of a job that have no effect without another, or without any of several.
+WORKERS = ("workers", "val_workers")
+TRAINING_NEEDS = {
+    "keys": ("data",), "prefetch": WORKERS, "persistent_workers": WORKERS, "val_batch": ("val_workers",),
+    "optimizer": ("params",), "dtype": ("params",),
+}  # fmt: skip
+
+
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that describe a job to a command."""
     for option in reversed(_OPTIONS):
@@ -122,3 +134,31 @@ def asked(given: dict[str, Any]) -> dict[str, Any]:
     found = {renamed.get(name, name): value for name, value in given.items()}
     found["keys"] = names(found["keys"])
     return found
+
+
+def typed() -> set[str]:
+    """The parameter names of the options that the user typed."""
+    context = click.get_current_context()
+    return {name for name in _spelled(context) if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def require_options(needs: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse a typed option that has no effect without one of the others; all are parameter names."""
+    given, spelled = typed(), _spelled(click.get_current_context())
+    for name, others in needs.items():
+        if name in given and given.isdisjoint(others):
+            other = say(" or ").join(spelled[other] for other in others)
+            raise click.UsageError(say("{option} needs {other}", option=spelled[name], other=other))
+
+
+def refuse_beside(option: str, others: set[str]) -> None:
+    """Refuse the others, which have no effect beside the option; all are parameter names."""
+    given, spelled = typed(), _spelled(click.get_current_context())
+    if option in given and given & others:
+        refused = listed(text for name, text in spelled.items() if name in given & others)
+        raise click.UsageError(say("{option} cannot be combined with {others}", option=spelled[option], others=refused))
+
+
+def _spelled(context: click.Context) -> dict[str, str]:
+    """The options as the help writes them, by parameter name."""
+    return {str(one.name): one.opts[0] for one in context.command.params if isinstance(one, click.Option)}

@@ -11,7 +11,7 @@ from legroom.advice.shm_config import KINDS
 from legroom.advice.shm_config import emit as snippet
 from legroom.cli.language_and_streams import extra_arguments
 from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, term_lines, verdict_lines
-from legroom.cli.options import SIZE, asked, training_options
+from legroom.cli.options import SIZE, TRAINING_NEEDS, asked, refuse_beside, require_options, training_options
 from legroom.cli.text_layout import labelled, paragraph, shorten, steps
 from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records.workload import Job, Plan
@@ -110,6 +110,9 @@ def command(
     """
     if pids and not measure:
         raise click.UsageError(say("pass process ids after --measure"))
+    refuse_beside("measure", _OF_LOADER)
+    refuse_beside("match", _OF_LOADER)
+    require_options(_NEEDS)
     from legroom.loader.legroom_plan import plan
     from legroom.probe.host_files_and_syscalls import Host
 
@@ -133,6 +136,14 @@ def command(
         click.echo(as_text(found))
     return 1 if found.verdict == "too-big" else 0
 
+
+# They describe the DataLoader: without --batch there is none, and a running job is measured with its own.
+_OF_LOADER = {
+    "sample_bytes", "workers", "prefetch", "persistent_workers", "pin_memory", "loader", "val_workers", "val_batch",
+}  # fmt: skip
+_NEEDS = {
+    **dict.fromkeys(sorted(_OF_LOADER), ("batch",)), **TRAINING_NEEDS, "shared": ("data",), "data": ("batch", "shared"),
+}  # fmt: skip
 
 _MOST_SHOWN = 8
 

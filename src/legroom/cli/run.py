@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from legroom.cli.options import DURATION
+from legroom.cli.options import DURATION, require_options
 from legroom.cli.text_layout import width
 from legroom.errors import BadLimit, UsageError
 from legroom.messages import listed, say
@@ -130,14 +130,14 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         except BadLimit as refused:  # its own advice is for Python
             fix = say("write --gpu-limit as a share of GPU memory (0.8, 80%, 1/6) or an amount (20GB)")
             raise BadLimit(refused.what, why=refused.why, fix=(fix,)) from refused
-    if options["resume_flag"] and not options["checkpoint"]:
-        raise click.UsageError(say("--resume-flag needs --checkpoint"))
-    if options["resume_existing"] and not options["checkpoint"]:
-        raise click.UsageError(say("--resume-existing needs --checkpoint"))
+    if options["leak"] and quiet and not as_json:
+        raise click.UsageError(say("--leak cannot be combined with --quiet, unless --json is given"))
     if not options["retries"]:
         for name in ("resume_flag", "resume_existing", "fresh"):
             if options[name]:
-                raise click.UsageError(say("{option} needs --retries", option="--" + name.replace("_", "-")))
+                option = "--" + name.replace("_", "-")
+                raise click.UsageError(say("{option} needs {other}", option=option, other="--retries"))
+    require_options({"resume_flag": ("checkpoint",), "resume_existing": ("resume_flag",)})
     run_options = RunOptions(
         command=words,
         retries=options["retries"],

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import click
 
 from legroom.advice.zero_memory_and_deepspeed_config import Precision, ZeroRow, emit_training
-from legroom.cli.options import COUNT, DURATION
+from legroom.cli.options import COUNT, DURATION, refuse_beside, require_options, typed
 from legroom.cli.text_layout import paint, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
@@ -87,7 +87,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--last",
     is_flag=True,
-    help="Print the settings that --benchmark last found for this dataset in this directory; measure nothing.",
+    help="Print the settings that --benchmark last found for this dataset in this directory; measure nothing. Only "
+    "--emit with its options, --params and --json can be added.",
 )
 @click.option(
     "--emit",
@@ -152,10 +153,9 @@ def command(
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.memory import memory, ram_pool
 
-    if emit is None and (zero is not None or offload):
-        raise click.UsageError(say("--zero and --offload need --emit deepspeed or --emit accelerate"))
-    rows = () if params is None else zero_rows(Shape(params, ranks))
+    require_options(_NEEDS)
     if last:
+        refuse_beside("last", _MEASURING if params is not None else _MEASURING | {"ranks"})
         found = legroom_tune.last_named(spec)
         if found is None:
             click.echo(
@@ -163,6 +163,7 @@ def command(
                 err=True,
             )
             return 1
+        ranks = ranks if "ranks" in typed() else found.ranks  # for --params
     elif batch is None:
         raise click.UsageError(say("--batch is required: the batch size per rank"))
     else:
@@ -179,6 +180,7 @@ def command(
             by_hand=_pairs(by_hand, ranks),
             timeout=timeout,
         )
+    rows = () if params is None else zero_rows(Shape(params, ranks))
     show(
         found,
         emit=emit,
@@ -191,6 +193,12 @@ def command(
     )
     return 1 if found.plan is not None and found.plan.verdict == "too-big" else 0
 
+
+_NEEDS = {"zero": ("emit",), "offload": ("emit",), "precision": ("emit",)}
+# What has no effect where nothing is measured.
+_MEASURING = {
+    "batch", "effective_batch", "step_seconds", "collate", "loader", "preset", "climb", "by_hand", "timeout",
+}  # fmt: skip
 
 # The settings of --set, as its help names them, each with the least number. The library's long names work as well.
 _SET = {"batch": 1, "accumulation": 1, "workers": 0, "prefetch": 1, "pin_memory": None}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.language_and_streams import write_line
-from legroom.cli.options import DURATION
+from legroom.cli.options import DURATION, refuse_beside
 from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
@@ -98,8 +98,13 @@ def command(
         raise click.UsageError(say("--pid, --match and --replay cannot be combined"))
     if log is not None and replay is not None and os.path.realpath(log) == os.path.realpath(replay):
         raise click.UsageError(say("--log and --replay name the same file"))
+    refuse_beside("replay", {"interval", "root", "prometheus"})  # nothing is read here, and it ends at once
+    refuse_beside("once", {"prometheus", "web"})
+    refuse_beside("as_json", {"top"})
+    chart_only = replay is not None and plot is not None and not plain
+    if chart_only:
+        refuse_beside("plot", {"top"})
     stop = StopEvent()
-    chart_only = replay is not None and plot is not None
     screen = None if as_json or once or plain or chart_only else _screen()
     report = _report if screen is None else screen.report
     sampler: Sampler | None = None

@@ -252,7 +252,7 @@ class Plan:
     fits_now: int | None = None  # jobs per GPU that fit now; None: unknown, or no limit
     fix: tuple[str, ...] = ()
     settings: Settings | None = None  # the requested settings, or the largest that fit
-    largest_batch: int | None = None  # samples, with the requested workers and prefetch
+    largest_batch: int | None = None  # samples, with the requested workers and prefetch; None: no limit, or unknown
     gpus: int | None = None
     jobs_per_gpu: int | None = None
     others: int | None = None  # bytes of /dev/shm used by other processes now

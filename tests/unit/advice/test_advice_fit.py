@@ -128,6 +128,21 @@ def test_what_is_reported_to_fit_fits(demand: Demand, batch: Batch, shm: int, ra
         assert not fits(demand, batch.of(1), machine)
 
 
+short_datasets = st.builds(
+    lambda batch, rows: replace(batch, rows=max(batch.samples, rows)), batches, st.integers(1, 200)
+)
+
+
+@given(demands, short_datasets, st.integers(0, 512 * MB), st.integers(0, 2 * GB), st.none() | st.booleans())
+def test_the_largest_batch_agrees_with_the_verdict(
+    demand: Demand, batch: Batch, shm: int, ram: int, tried: bool | None
+) -> None:
+    machine = with_pool(_shm(shm), "ram", 2 * GB, 0, ram)
+    fitting = fits(demand, batch, machine) if tried is None else tried
+    most = largest_batch(demand, batch, machine, fitting=tried)
+    assert (most is None or most >= batch.samples) is fitting
+
+
 @pytest.mark.parametrize("free", [10 * MB, 240 * MB, 241 * MB])
 def test_the_edge_is_the_need_itself(free: int) -> None:
     exactly = need(LOADER).shm

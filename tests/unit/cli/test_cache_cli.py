@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cli.cache import option_names
+from legroom.cli.cache import load as load_command
 from legroom.cli.main import run
+from legroom.cli.option_names import translated
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared cache is Linux's")
 
@@ -68,11 +69,12 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
         ("use hash='md5', which needs no package", "use --hash md5, which needs no package"),
         ("backing='auto'", "--backing auto"),
         ("wait=False was given", "--no-wait was given"),
+        ("/data/keys=3/x and hash=1/y", "/data/keys=3/x and hash=1/y"),
         ("https://host/a?hash=1&keys=", "https://host/a?hash=1&keys="),
     ],
 )
 def test_errors_name_options_instead_of_arguments(text: str, shown: str) -> None:
-    assert option_names(text) == shown
+    assert translated(load_command, text, text, (text,)) == (shown, shown, (shown,))
 
 
 def test_errors_of_load_can_be_typed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from forked_measurements import use_forks
+from machines import healthy, with_pool
 from rigs import TREES
 
 import legroom
 from legroom.cli.main import run
 from legroom.errors import UsageError
+from legroom.records.workload import LoaderTrial
 
 MB, GB = 1 << 20, 1 << 30
 DOCKER = ("--root", str(TREES / "docker-v2"))
@@ -85,7 +87,8 @@ def test_the_disk_of_checkpoints_is_a_pool(tmp_path: Path, capsys: pytest.Captur
 
 def test_checkpoints_that_go_nowhere_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "no such runs"
-    status, out, err = _run(capsys, "--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(folder))
+    options = ("--batch", "8", "--sample-bytes", "1KB", "--checkpoint-bytes", "1KB")
+    status, out, err = _run(capsys, *options, "--checkpoint-dir", str(folder))
     assert status == 2 and out == "" and f"mkdir -p '{folder}'" in err
 
 
@@ -179,6 +182,34 @@ def test_a_trial_run_counts_the_process_and_what_workers_keep(
     assert with_workers["need"]["shm"] >= 4 * 8 * MB and with_workers["need"]["fds"] > 10
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+@pytest.mark.parametrize(
+    ("shm", "ended", "verdict"), [(50, None, "fits"), (30, None, "too-big"), (50, "its time was over", "unknown")]
+)
+def test_the_largest_batch_agrees_with_the_verdict_of_a_trial_run(
+    shm: int, ended: str | None, verdict: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 samples of 1 MB in flight 2 × 2 + 3 times are 56 MB and semaphores; the trial run has measured 40 MB."""
+    from legroom.loader import legroom_check
+
+    machine = with_pool(with_pool(healthy(), "ram", GB, 0, GB), "shm", 64 * MB, 0, shm * MB)
+    trial = LoaderTrial(
+        ram=300 * MB, shm=40 * MB, fds=20, batches=100, process=150 * MB, whole=True, filled=True,
+        waiting_shm=40 * MB, unfinished=ended,
+    )  # fmt: skip
+    monkeypatch.setattr(legroom_check, "snapshot", lambda host: machine)
+    monkeypatch.setattr(legroom_check, "_tried", lambda *given, **options: trial)
+    options = ("--batch", "8", "--sample-bytes", "1MB", "--workers", "2")
+    report = _json(capsys, *options)
+    assert report["verdict"] == verdict, report
+    text = _run(capsys, *options)[1]
+    if verdict == "unknown":
+        assert report["largest_batch"] is None and "batch size" not in text
+    else:
+        assert (report["largest_batch"] >= 8) is (verdict == "fits")
+        assert f"largest batch size with these workers: {report['largest_batch']}" in text
+
+
 @pytest.mark.usefixtures("child_in_fork")
 def test_a_dataset_that_raises_is_exit_2(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, "--batch", "8", "--dataset", f"{dataset}:broken")
@@ -269,7 +300,7 @@ def test_a_trial_that_takes_too_long_is_unknown_and_reports_what_it_had_taken() 
         ("--batch", "8", "--sample-bytes", "-1MB"),
         ("--batch", "8", "--sample-bytes", "lots"),
         ("--batch", "8", "--sample-bytes", "1MB", "--workers", "-1"),
-        ("--batch", "8", "--sample-bytes", "1MB", "--prefetch", "0"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--workers", "2", "--prefetch", "0"),
         ("--batch", "8", "--sample-bytes", "1MB", "--data", "x.npy"),
         ("--batch", "8", "--data", "/no/such/file.h5"),
         ("--batch", "8", "--sample-bytes", "1MB", "--checkpoint-bytes", "1GB"),

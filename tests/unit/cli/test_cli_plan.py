@@ -211,7 +211,7 @@ def test_a_snippet_is_all_that_is_printed(kind: str, capsys: pytest.CaptureFixtu
         ("--sample-bytes", "1MB"),
         ("--batch", "4"),
         ("--sample-bytes", "1MB", "--batch", "4", "--workers", "-2"),
-        ("--sample-bytes", "1MB", "--batch", "4", "--prefetch", "0"),
+        ("--sample-bytes", "1MB", "--batch", "4", "--workers", "2", "--prefetch", "0"),
         ("--measure", "999999999"),
         ("--measure", "1", "999999999"),
         ("--per-process", "1MB", "17"),

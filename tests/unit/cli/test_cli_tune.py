@@ -28,7 +28,7 @@ def _data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = run(["tune", "--loader", "torch", *arguments])
+    status = run(["tune", *(() if "--last" in arguments else ("--loader", "torch")), *arguments])
     shown = capsys.readouterr()
     return status, shown.out, shown.err
 
@@ -190,3 +190,13 @@ def test_climbing_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and "measured step by step" in climbed["why"]["num_workers"]
     status, out, _ = _run(capsys, *what, "--last", "--json")
     assert status == 0 and json.loads(out)["settings"] == climbed["settings"]
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_the_ranks_of_the_stored_settings_are_those_of_the_zero_table(capsys: pytest.CaptureFixture[str]) -> None:
+    what = ("--dataset", "tuned_images:Images")
+    common = ("--preset", "development", "--params", "7B", "--json")
+    found = json.loads(_run(capsys, *what, "--batch", "4", "--ranks", "4", "--benchmark", *common)[1])
+    last = (*what, "--last", "--params", "7B", "--json")
+    assert json.loads(_run(capsys, *last)[1])["zero"] == found["zero"]
+    assert json.loads(_run(capsys, *last, "--world-size", "8")[1])["zero"] != found["zero"]

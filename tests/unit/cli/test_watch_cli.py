@@ -81,7 +81,7 @@ def test_a_log_is_written_and_replayed(tmp_path: Path, capsys: pytest.CaptureFix
         (("--once", "--log", "/no/such/folder/log"), "bad-usage"),
         (("--once", "--webhook", "not-an-address"), "bad-usage"),
         (("--once", "--on-alarm", " "), "bad-usage"),
-        (("--once", "--prometheus", "nonsense:port"), "cannot-listen"),
+        (("--prometheus", "nonsense:port"), "cannot-listen"),
         (("--root", "/no/such/root"), "no-such-root"),
     ],
 )
@@ -123,12 +123,13 @@ def test_a_port_in_use_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        status, _, err = _run(capsys, "--once", "--prometheus", f"127.0.0.1:{port}")
+        status, _, err = _run(capsys, "--prometheus", f"127.0.0.1:{port}")
     assert status == 2 and "[cannot-listen]" in err and str(port) in err
 
 
 def test_prometheus_without_an_address_is_this_machine_s_own(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = _run(capsys, "--once", "--prometheus")
+    with subprocess.Popen(["sleep", "0.5"]) as child:  # the watch ends with it
+        status, _, err = _run(capsys, "--pid", str(child.pid), "--prometheus", "--interval", "100ms")
     assert "metrics at http://127.0.0.1:9464/metrics" in err if status != 2 else "[cannot-listen]" in err
 
 

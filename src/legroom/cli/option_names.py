@@ -1,0 +1,79 @@
+"""Errors with the options that the user typed in place of Python arguments: ``num_workers=0`` becomes ``--workers 0``.
+
+The library raises them with the words of Python. The entry point translates them for the command that was run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+import click
+
+from legroom.errors import DatasetFailed, LegroomError
+
+# Arguments of the library whose options have another name.
+_RENAMED = {
+    "num_workers": "--workers", "prefetch_factor": "--prefetch", "batch_size": "--batch", "collate_fn": "--collate",
+    "gpu_bytes": "--gpu-memory",
+}  # fmt: skip
+# name='value', name=[values], name=value, or name= alone; not in a URL, a path, a call, or NAME=VALUE of --set.
+_ARGUMENT = re.compile(
+    r"(?<![\w?&/.\-(=])(?<!--set )([a-z]\w*)=(?:'([^']*)'|\[([^\]]*)\]|([\w.]+)(?![\w/])|(?![\w'\"\[(]))"
+)
+_SUBJECT = re.compile(r"[a-z]\w*(?= (?:must be|必须))")  # of the sentences of argument_checks
+
+
+def in_options(error: LegroomError, command: click.Command) -> None:
+    """Replace arguments in the error's sentences by options of the command."""
+    error.what, why, error.fix = translated(command, error.what, error.why, error.fix)
+    if not isinstance(error, DatasetFailed):  # its reason quotes the user's code
+        error.why = why
+
+
+def translated(command: click.Command, what: str, why: str, fix: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+    """The sentences of an error with the options of the command."""
+    options = _options(command)
+    subject = _SUBJECT.match(what)
+    if subject is not None and subject[0] in options:
+        what = _first(options[subject[0]]) + what[subject.end() :]
+    replace = _replacement(options)
+
+    return _ARGUMENT.sub(replace, what), _ARGUMENT.sub(replace, why), tuple(_ARGUMENT.sub(replace, one) for one in fix)
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """The command's options by the name of the argument in Python."""
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    found = {word.lstrip("-").replace("-", "_"): one for one in options for word in one.opts}
+    for name, word in _RENAMED.items():
+        if (one := found.get(word.lstrip("-").replace("-", "_"))) is not None:
+            found[name] = one
+    return found
+
+
+def _first(option: click.Option) -> str:
+    return option.opts[0]
+
+
+def _replacement(options: dict[str, click.Option]) -> Callable[[re.Match[str]], str]:
+    def option_text(found: re.Match[str]) -> str:
+        name, quoted, several, plain = found.groups()
+        if plain in ("True", "False"):
+            flag = options.get(name if plain == "True" else f"no_{name}")
+            return _first(flag) if flag is not None and flag.is_flag else found[0]
+        option = options.get(name)
+        value = quoted if quoted is not None else plain
+        if option is None or option.is_flag:
+            return found[0]
+        if several is not None:
+            names = [one.strip().strip("'\"") for one in re.split("[,、]", several)]
+            return f"{_first(option)} " + ("NAME,…" if names == ["…"] else shlex.quote(",".join(names)))
+        if value is None:
+            return _first(option)
+        if isinstance(option.type, click.Choice) and value not in option.type.choices:
+            return found[0]  # the same name for something else
+        return f"{_first(option)} {shlex.quote(value)}"
+
+    return option_text

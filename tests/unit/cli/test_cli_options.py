@@ -1,0 +1,142 @@
+"""Options that would have no effect: beside another, or without another, they are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from legroom.cli.main import run
+from legroom.messages import speak
+
+TUNE = ("tune", "--dataset", "data:train_set")
+LAST = (*TUNE, "--last")
+CHECK = ("check", "--batch", "8", "--sample-bytes", "1MB")
+SHARE = ("check", "--batch", "8", "--dataset", "data:train_set", "--share")
+PLAN = ("plan", "--per-process", "1MB")
+MEASURE = ("plan", "--measure", "1")
+REPLAY = ("watch", "--replay", "run.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "refused"),
+    [
+        (LAST, "--last", ("--batch", "8")),
+        (LAST, "--last", ("--effective-batch", "8")),
+        (LAST, "--last", ("--step-seconds", "1")),
+        (LAST, "--last", ("--collate", "data:collate")),
+        (LAST, "--last", ("--loader", "torch")),
+        (LAST, "--last", ("--loader", "legroom")),  # its default: typed all the same
+        (LAST, "--last", ("--preset", "cluster")),
+        (LAST, "--last", ("--benchmark",)),
+        (LAST, "--last", ("--set", "workers=2")),
+        (LAST, "--last", ("--timeout", "5s")),
+        (LAST, "--last", ("--world-size", "2")),
+        (SHARE, "--share", ("--workers", "2")),
+        (SHARE, "--share", ("--params", "1B")),
+        (SHARE, "--share", ("--root", "/host")),
+        (SHARE, "--share", ("--checkpoint-dir", "runs")),
+        (MEASURE, "--measure", ("--workers", "2")),
+        (MEASURE, "--measure", ("--sample-bytes", "1MB")),
+        (("plan", "--match", "train"), "--match", ("--pin-memory",)),
+        (REPLAY, "--replay", ("--interval", "2s")),
+        (REPLAY, "--replay", ("--root", "/host")),
+        (REPLAY, "--replay", ("--prometheus",)),
+        ((*REPLAY, "--plot", "run.svg"), "--plot", ("--top", "3")),
+        (("watch", "--once"), "--once", ("--prometheus",)),
+        (("watch", "--once"), "--once", ("--web",)),
+        (("watch", "--json"), "--json", ("--top", "3")),
+        (("leak", "--read", "growth"), "--read", ("--records", "other")),
+        (("doctor", "--json"), "--json", ("--plain",)),
+        (("run", "--quiet", "--", "true"), "--leak", ("--leak",)),
+    ],
+)
+def test_an_option_without_effect_beside_another_is_refused(
+    arguments: tuple[str, ...], option: str, refused: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([arguments[0], *refused, *arguments[1:]]) == 2
+    err = capsys.readouterr().err
+    other = "--quiet" if option == "--leak" else refused[0]
+    assert f"Error: {option} cannot be combined with {other}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ((*TUNE, "--batch", "8", "--zero", "2"), "--zero needs --emit"),
+        ((*TUNE, "--batch", "8", "--offload"), "--offload needs --emit"),
+        ((*TUNE, "--batch", "8", "--precision", "fp16"), "--precision needs --emit"),
+        ((*CHECK, "--keys", "x"), "--keys needs --data"),
+        ((*CHECK, "--prefetch", "4"), "--prefetch needs --workers or --val-workers"),
+        ((*CHECK, "--persistent-workers"), "--persistent-workers needs --workers or --val-workers"),
+        ((*CHECK, "--start-method", "spawn"), "--start-method needs --workers or --val-workers"),
+        ((*CHECK, "--val-batch", "8"), "--val-batch needs --val-workers"),
+        ((*CHECK, "--optimizer", "adam"), "--optimizer needs --params"),
+        ((*CHECK, "--dtype", "float16"), "--dtype needs --params"),
+        ((*CHECK, "--collate", "data:collate"), "--collate needs --dataset"),
+        ((*CHECK, "--checkpoint-dir", "."), "--checkpoint-dir needs --checkpoint-bytes"),
+        ((*CHECK, "--checkpoint-bytes", "1GB"), "--checkpoint-bytes needs --checkpoint-dir"),
+        (("check", "--batch", "8", "--share"), "--share needs --dataset"),
+        ((*PLAN, "--workers", "4"), "--workers needs --batch"),
+        ((*PLAN, "--pin-memory"), "--pin-memory needs --batch"),
+        ((*PLAN, "--loader", "legroom"), "--loader needs --batch"),
+        ((*PLAN, "--val-workers", "2"), "--val-workers needs --batch"),
+        ((*PLAN, "--sample-bytes", "1MB"), "--sample-bytes needs --batch"),
+        ((*PLAN, "--shared"), "--shared needs --data"),
+        ((*PLAN, "--data", "x.npy"), "--data needs --batch or --shared"),
+        ((*PLAN, "--keys", "x"), "--keys needs --data"),
+        ((*PLAN, "--optimizer", "adam"), "--optimizer needs --params"),
+        (("run", "--retries", "1", "--resume-flag", "--resume", "--", "true"), "--resume-flag needs --checkpoint"),
+        (
+            ("run", "--retries", "1", "--checkpoint", "*.pt", "--resume-existing", "--", "true"),
+            "--resume-existing needs --resume-flag",
+        ),
+        (("run", "--fresh", "--", "true"), "--fresh needs --retries"),
+    ],
+)
+def test_an_option_without_effect_alone_is_refused(
+    arguments: tuple[str, ...], needed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(list(arguments)) == 2
+    assert f"Error: {needed}\n" in capsys.readouterr().err
+
+
+def test_all_refused_options_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*LAST, "--set", "workers=2", "--batch", "8"]) == 2
+    assert "--last cannot be combined with --batch, --set" in capsys.readouterr().err
+    try:
+        assert run([*LAST, "--set", "workers=2", "--batch", "8", "--lang", "zh"]) == 2
+        assert "--last 不能与 --batch、--set 一起使用" in capsys.readouterr().err
+    finally:
+        speak("en")
+
+
+def test_no_workers_typed_with_settings_for_them_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loop over --workers 0 2 4 keeps its other options."""
+    from rigs import TREES
+
+    assert run([*CHECK, "--workers", "0", "--prefetch", "4", "--root", str(TREES / "bare-v2")]) == 0
+    assert run([*CHECK, "--val-workers", "2", "--prefetch", "4", "--root", str(TREES / "bare-v2")]) == 0
+
+
+def test_plain_lines_are_printed_beside_the_chart_of_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["watch", "--once", "--log", "run.jsonl"]) in (0, 1)
+    capsys.readouterr()
+    assert run([*REPLAY, "--plot", "run.svg"]) == 0
+    assert capsys.readouterr().out == ""
+    assert run([*REPLAY, "--plot", "run.svg", "--plain", "--top", "1"]) == 0
+    assert "ram" in capsys.readouterr().out
+
+
+def test_quiet_prints_the_report_and_no_message_about_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from legroom.cli.leak import show_report
+
+    page = str(tmp_path / "page.html")
+    assert show_report(str(tmp_path), (), page, as_json=False, to_stdout=True, quiet=True)
+    shown = capsys.readouterr()
+    assert shown.out and shown.err == "" and Path(page).exists()
