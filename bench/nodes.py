@@ -38,7 +38,7 @@ RAY_EACH = 48 << 20  # bytes that each node has when Ray is measured alone: four
 
 PROGRAM = """
 import json, sys, time
-from legroom.integrations.ray_cluster import connect, doctor, drop, warm
+from legroom.integrations.ray_cluster_commands import connect, doctor, drop, warm
 address, url, nodes, runs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 times = {"one": [], "four": [], "doctor": []}
 spans = {"one": [], "four": []}
@@ -66,7 +66,7 @@ print(json.dumps([times, spans, read]))
 
 WARM = """
 import dataclasses, json, sys
-from legroom.integrations.ray_cluster import connect, drop, warm
+from legroom.integrations.ray_cluster_commands import connect, drop, warm
 with connect(sys.argv[1]):
     if sys.argv[3] == "empty":
         drop(None, force=True)

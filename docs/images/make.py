@@ -27,7 +27,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from legroom.monitor.tui import TerminalView, make_app
-from legroom.monitor.web_view import WebView
+from legroom.monitor.serve_web_page import WebView
 from legroom.records import Moment
 
 HERE = Path(__file__).resolve().parent

@@ -184,7 +184,7 @@ def test_a_program_of_another_cluster_is_refused(nodes: ray_rig.Cluster) -> None
 
 SECRET = """
 import dataclasses, json, os
-from legroom.integrations.ray_cluster import connect, drop, entries, warm
+from legroom.integrations.ray_cluster_commands import connect, drop, entries, warm
 url = os.environ["PLANTED"]
 with connect(os.environ["RAY_ADDRESS"]):
     found = [*warm(url), *entries(), *warm(url.replace("x.npy", "gone.npy"))]

@@ -21,7 +21,7 @@ pytestmark = [
 PROGRAM = """
 import dataclasses, json, sys
 from legroom.integrations import ray_divide_download
-from legroom.integrations.ray_cluster import connect, warm
+from legroom.integrations.ray_cluster_commands import connect, warm
 ray_divide_download._ON_THE_WAY = int(sys.argv[3])
 ray_divide_download._AHEAD = ray_divide_download._READS = 1 << 20
 with connect(sys.argv[1]):

@@ -20,7 +20,7 @@ COMMON = """
 import dataclasses, json, mmap, os, signal, subprocess, sys, time
 from legroom.probe.shm_segments import has_writer
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.find_running_jobs import job
+from legroom.probe.memory_of_running_jobs import job
 from legroom.probe.process_and_limits import processes, tree
 from legroom.probe.shm import shm
 

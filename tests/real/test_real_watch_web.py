@@ -20,8 +20,8 @@ import chromium
 import pytest
 from chromium import Page
 
+from legroom.monitor.serve_web_page import WebView
 from legroom.monitor.watch_log import WatchLog
-from legroom.monitor.web_view import WebView
 from watch_runs import HOSTILE, moments
 
 LEGROOM = [sys.executable, "-m", "legroom"]

@@ -4,7 +4,7 @@ findings                              findings: descriptors, disk, CPU quota, GP
 findings_shm                          findings about /dev/shm
 findings_copy_on_write                whether forked workers copy the dataset, and what to do about it
 remedies                              fixes for a finding in this environment: what to type, and how to verify it
-job_arguments_and_batch_bytes         arguments of a job, checked: DataLoader settings, ranks, model; bytes per batch
+job_settings_to_workload              arguments of a job, checked: DataLoader settings, ranks, model; bytes per batch
 memory_need_of_loaders_and_processes  what a workload needs of each memory pool, predicted or measured in a trial run
 fit_on_machine                        whether a need fits a machine, the largest settings that fit, sizes for /dev/shm
 plan_jobs_per_gpu                     the need of N jobs per GPU: sizes, a table, how many fit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from legroom.advice import remedies
-from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, workload_of
+from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
 from legroom.errors import UsageError
 from legroom.messages import say

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand, loaders_of, workload_of
+from legroom.advice.job_settings_to_workload import Batch, Demand, loaders_of, workload_of
 from legroom.messages import counted, phrase, say
 from legroom.records.machine import Machine
 from legroom.records.workload import LoaderTrial, Need, PlannedLoader, Term, Workload

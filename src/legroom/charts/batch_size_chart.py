@@ -19,7 +19,7 @@ from legroom.charts.drawing import (
     y_axis,
 )
 from legroom.messages import say
-from legroom.records.gpu_usage import BatchFound
+from legroom.records.gpu_results import BatchFound
 from legroom.units import format_size
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 380, 84, 600, 76, 316

@@ -63,7 +63,7 @@ def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
     """The requested job, or every job that matches, largest first."""
     if pid is None and pattern is None:
         return []
-    from legroom.probe.find_running_jobs import job, jobs
+    from legroom.probe.memory_of_running_jobs import job, jobs
 
     found = [job(host, pid)] if pid is not None else jobs(host, pattern or "")
     return sorted(found, key=lambda one: -(one.held.get("ram") or 0))
@@ -86,7 +86,7 @@ def _copied(host: Host, jobs: Sequence[Job]) -> tuple[Finding, ...]:
     if not jobs or not host.live:
         return ()
     from legroom.advice.findings_copy_on_write import finding_of_readings
-    from legroom.probe.find_running_jobs import copies_over_time
+    from legroom.probe.memory_of_running_jobs import copies_over_time
 
     found = (finding_of_readings(*one) for one in copies_over_time(host, jobs))
     return tuple(one for one in found if one is not None)

@@ -15,7 +15,7 @@ from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.option_names import translated
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
-from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
+from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from legroom.units import format_duration, format_size
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -46,8 +46,8 @@ def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
 
     Exits 1 if a finding is critical or a node failed.
     """
-    from legroom.integrations.ray_cluster import connect, worst
-    from legroom.integrations.ray_cluster import doctor as ask
+    from legroom.integrations.ray_cluster_commands import connect, worst
+    from legroom.integrations.ray_cluster_commands import doctor as ask
 
     with connect(address):
         found = ask(nodes or None)
@@ -86,8 +86,8 @@ def warm(
     total: each node downloads a part, and the nodes exchange the parts. Each node reads the data itself if SOURCE is a
     path, if --keys is given, or if the server gives no version (such as an ETag) for the URL. Exits 1 if a node failed.
     """
-    from legroom.integrations.ray_cluster import connect
-    from legroom.integrations.ray_cluster import warm as load
+    from legroom.integrations.ray_cluster_commands import connect
+    from legroom.integrations.ray_cluster_commands import warm as load
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     with connect(address), _bars() as told:
@@ -110,7 +110,7 @@ def list_(what: tuple[str, ...], address: str, nodes: tuple[str, ...], as_json: 
 
     With SOURCE or ID, lists only those entries. Exits 1 if a node failed.
     """
-    from legroom.integrations.ray_cluster import connect, entries
+    from legroom.integrations.ray_cluster_commands import connect, entries
 
     with connect(address):
         found = entries(list(what) or None, nodes or None)
@@ -137,8 +137,8 @@ def drop(
 
     Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """
-    from legroom.integrations.ray_cluster import connect
-    from legroom.integrations.ray_cluster import drop as remove
+    from legroom.integrations.ray_cluster_commands import connect
+    from legroom.integrations.ray_cluster_commands import drop as remove
 
     if bool(what) == everything:
         raise click.UsageError(say("pass a file, an ID or --all"))

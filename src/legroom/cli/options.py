@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from legroom.advice.job_arguments_and_batch_bytes import DTYPES, OPTIMIZERS
+from legroom.advice.job_settings_to_workload import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
 from legroom.messages import listed, say
 from legroom.units import parse_count, parse_duration, parse_size

@@ -231,7 +231,7 @@ def _title(plan: Plan) -> str:
 
 
 def _rss_shmem(job: Job) -> int | None:
-    from legroom.probe.find_running_jobs import sum_if_known
+    from legroom.probe.memory_of_running_jobs import sum_if_known
 
     return sum_if_known([process.rss_shmem for process in job.processes])
 

@@ -22,9 +22,9 @@ from legroom.system.processes_and_threads import handling_signals
 
 if TYPE_CHECKING:
     from legroom.monitor.sampler import Sampler
+    from legroom.monitor.serve_web_page import WebView
     from legroom.monitor.tui import TerminalView
     from legroom.monitor.watch_loop import MomentStream, Output
-    from legroom.monitor.web_view import WebView
     from legroom.records.watch_sample import Moment, Sample
 
 
@@ -215,7 +215,7 @@ def _outputs(
 
 
 def _web_view(where: str, report: Callable[[str], object]) -> WebView:
-    from legroom.monitor.web_view import PORT, WebView
+    from legroom.monitor.serve_web_page import PORT, WebView
 
     served = WebView(where or str(PORT))
     report(say("serving a page at {url}", url=served.url))

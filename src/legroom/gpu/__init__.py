@@ -13,7 +13,7 @@
     rank_consensus.py                   minimum and maximum of a number over all distributed ranks
     torch_cuda_device.py                every torch.cuda call of this package, for one device
     cuda_driver_api.py                  libcuda calls that torch lacks: batched copies, kernels, shareable memory
-    tf32_flags.py                       tf32: switch TF32 on or off
+    allow_tf32.py                       tf32: switch TF32 on or off
 
 ``plot`` draws a search's result (charts/batch_size_chart.py). Names are imported on first use, torch on the first call.
 """
@@ -26,12 +26,12 @@ from legroom.system.lazy_and_optional_imports import lazy_import
 
 if TYPE_CHECKING:
     from legroom.charts.batch_size_chart import plot
+    from legroom.gpu.allow_tf32 import tf32
     from legroom.gpu.memory_breakdown import account
     from legroom.gpu.memory_estimate import advise, estimate
     from legroom.gpu.oom_retry import is_oom, on_oom
     from legroom.gpu.search_batch_size import find_batch_size
     from legroom.gpu.set_memory_limit import limit
-    from legroom.gpu.tf32_flags import tf32
 
 __all__ = ["account", "advise", "estimate", "find_batch_size", "is_oom", "limit", "on_oom", "plot", "tf32"]
 
@@ -44,7 +44,7 @@ _MODULES = {
     "limit": "legroom.gpu.set_memory_limit",
     "on_oom": "legroom.gpu.oom_retry",
     "plot": "legroom.charts.batch_size_chart",
-    "tf32": "legroom.gpu.tf32_flags",
+    "tf32": "legroom.gpu.allow_tf32",
 }
 
 

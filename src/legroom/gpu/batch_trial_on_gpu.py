@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from legroom.gpu.oom_retry import is_oom, release_frames
 from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.messages import say
-from legroom.records.gpu_usage import Trial
+from legroom.records.gpu_results import Trial
 from legroom.units import format_size
 
 StepFunction = Callable[..., Any]

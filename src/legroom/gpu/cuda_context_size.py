@@ -9,7 +9,7 @@ from __future__ import annotations
 from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.messages import say
 from legroom.probe.nvml import bytes_by_pid, bytes_of_grown, own_bytes
-from legroom.records.gpu_usage import Overhead
+from legroom.records.gpu_results import Overhead
 from legroom.records.machine import Gpu
 from legroom.units import format_size
 

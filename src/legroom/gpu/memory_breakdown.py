@@ -14,7 +14,7 @@ from legroom.gpu.cuda_context_size import measure_overhead
 from legroom.gpu.torch_cuda_device import CudaDevice, allocator_size, open_device
 from legroom.messages import say
 from legroom.probe.nvml import own_bytes
-from legroom.records.gpu_usage import Account, Overhead
+from legroom.records.gpu_results import Account, Overhead
 from legroom.records.machine import Gpu
 
 

@@ -21,7 +21,7 @@ from legroom.gpu.model_call_loss_and_batch_split import (
 )
 from legroom.gpu.torch_cuda_device import import_torch
 from legroom.messages import say
-from legroom.records.gpu_usage import Advice, Estimate, Saving
+from legroom.records.gpu_results import Advice, Estimate, Saving
 from legroom.system.lazy_and_optional_imports import import_lock
 
 # The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.

@@ -18,7 +18,7 @@ from legroom.errors import BadLimit, BadSize, LegroomError
 from legroom.gpu.cuda_context_size import measure_overhead, used_before_context
 from legroom.gpu.torch_cuda_device import CudaDevice, import_torch, open_device
 from legroom.messages import phrase, say
-from legroom.records.gpu_usage import Limit, Overhead
+from legroom.records.gpu_results import Limit, Overhead
 from legroom.units import format_size, parse_size
 
 VARIABLE = "LEGROOM_GPU_LIMIT"

@@ -25,7 +25,7 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
-from legroom.integrations.ray_cluster import doctor, drop, entries, warm
+from legroom.integrations.ray_cluster_commands import doctor, drop, entries, warm
 from legroom.loader.rank_sampler import process_group
 from legroom.messages import phrase, say
 from legroom.records.chosen_settings import Settings

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from legroom.advice.job_arguments_and_batch_bytes import Batch, DataRows, Demand, batch_of, data_rows, workload_of
+from legroom.advice.job_settings_to_workload import Batch, DataRows, Demand, batch_of, data_rows, workload_of
 from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.errors import NoSuchProcess, UsageError
 from legroom.messages import counted, joined, listed, phrase, say
-from legroom.probe.find_running_jobs import job, jobs
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.memory_of_running_jobs import job, jobs
 from legroom.probe.shm_segments import Segments, files_below
 from legroom.probe.snapshot import snapshot
 from legroom.records.machine import Machine

@@ -12,9 +12,9 @@ process_timeline         memory of each process over time, for charts and views
 watch_log                the JSON lines of --log and --json, and reading them back for --replay
 watch_text               plain lines
 tui, tui_lines           the full-screen view: screen and keys; its lines
-web_view                 the page of --web and its events; web_page/ has the page's files
+serve_web_page           the page of --web and its events; web_page/ has the page's files
 watch_plot               the chart file of --plot
 prometheus               metrics, and /metrics over HTTP; share/ has alert rules and a dashboard
-http_server              the HTTP server of web_view and prometheus
+http_server              the HTTP server of serve_web_page and prometheus
 notify                   alarms to a command, a webhook or a function
 """

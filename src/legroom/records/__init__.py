@@ -6,8 +6,8 @@
 - loader_settings_and_flags: DataLoader settings under torch's names, from the environment or a script's command line
 - chosen_settings: settings chosen for a job, with reasons and overrides
 - cache_entry: entries of the cache, what was removed, verification
-- cluster_node: what happened on each node of a cluster
-- gpu_usage: GPU limits, accounts, batch-size searches and estimates
+- node_results: what happened on each node of a cluster
+- gpu_results: GPU limits, accounts, batch-size searches and estimates
 - memory_growth: the lines that make memory grow, as `legroom leak` found them
 - watch_sample: samples and annotations of `legroom watch`; which alarms were active when
 - failure: evidence, verdicts and attempts of `legroom run`

@@ -17,7 +17,7 @@ from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, long
 from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Sign, Verdict, unknown
 from legroom.records.machine import Machine, RuntimeEnvironment
 from legroom.rescue import verdict_from_exit, verdict_from_log
-from legroom.rescue.log_reader import Signs, quoted_line
+from legroom.rescue.failure_messages_in_log import Signs, quoted_line
 from legroom.units import format_size
 
 LOG_ALONE = 0.85

@@ -9,8 +9,8 @@ import re
 
 from legroom.messages import say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
+from legroom.rescue.failure_messages_in_log import WINDOW, Signs, context, quoted_line
 from legroom.rescue.log_patterns import SHORTAGES
-from legroom.rescue.log_reader import WINDOW, Signs, context, quoted_line
 
 _SIGBUS = 7
 FULL = 0.9  # a pool this full has no space for the next batch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from machines import MB
 
-from legroom.advice.job_arguments_and_batch_bytes import (
+from legroom.advice.job_settings_to_workload import (
     Batch,
     Demand,
     batch_of,

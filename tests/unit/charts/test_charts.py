@@ -33,7 +33,7 @@ from legroom.charts.drawing import (
 from legroom.charts.html_page import bullets, element, page, table
 from legroom.charts.memory_pool_chart import amount, pool_chart
 from legroom.errors import MissingPackage, UsageError
-from legroom.records.gpu_usage import BatchFound, Trial
+from legroom.records.gpu_results import BatchFound, Trial
 from legroom.records.watch_sample import AlarmSpan, Mark, PoolPoint
 from legroom.units import format_size
 from watch_runs import HOSTILE

@@ -320,7 +320,7 @@ def test_what_is_missing_is_named_as_it_is_typed(capsys: pytest.CaptureFixture[s
 
 def test_a_trial_is_left_out_only_where_one_batch_does_not_fit() -> None:
     """Not for what drawing took of the process: that counts the measuring code too, and said no to what ran."""
-    from legroom.advice.job_arguments_and_batch_bytes import Batch
+    from legroom.advice.job_settings_to_workload import Batch
     from legroom.loader.legroom_check import _one_batch_fits
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.snapshot import snapshot

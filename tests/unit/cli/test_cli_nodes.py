@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from legroom.cli.main import run
-from legroom.integrations import ray_cluster
-from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
+from legroom.integrations import ray_cluster_commands
+from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 
 URL = "s3://bucket/train.npy"
 DIED = NodeError("node-died", "the node died while it was loading", "", ("run it again",))
@@ -40,7 +40,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(address)
         yield
 
-    monkeypatch.setattr(ray_cluster, "connect", connect)
+    monkeypatch.setattr(ray_cluster_commands, "connect", connect)
     return asked
 
 
@@ -55,7 +55,7 @@ def answers(cluster: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[...
             calls.append((command, nodes, arguments))
             return given
 
-        monkeypatch.setattr(ray_cluster, "ask", ask)
+        monkeypatch.setattr(ray_cluster_commands, "ask", ask)
         return calls
 
     return use
@@ -130,7 +130,7 @@ def test_warm_shows_the_progress_of_each_node(
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(ray_cluster, "warm", warm)
+    monkeypatch.setattr(ray_cluster_commands, "warm", warm)
     found = _json(capsys, "warm", URL, "--keys", "a, b", "--backing", "disk", "--revalidate", status=1)
     assert [one["state"] for one in found] == ["loaded", "failed"] and capsys.readouterr().err == ""
     assert given == [((URL,), None, {"keys": ["a", "b"], "backing": "disk", "revalidate": True})]

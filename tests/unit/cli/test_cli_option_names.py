@@ -19,7 +19,7 @@ from legroom.cli.option_names import in_options, translated
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.tune.legroom_tune import tune_named
 from legroom.messages import speak
-from legroom.records.cluster_node import NodeError, NodeLoad
+from legroom.records.node_results import NodeError, NodeLoad
 
 ROOT = ("--root", str(TREES / "bare-v2"))
 # A line of each command that ends soon, before its options and after them. Not demo: it takes a minute.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from legroom.errors import UsageError
 from legroom.gpu.search_batch_size import MOST_TRIALS, fit_line, largest_fitting, next_batch, split_effective_batch
-from legroom.records.gpu_usage import Trial
+from legroom.records.gpu_results import Trial
 
 GB = 1 << 30
 

@@ -15,7 +15,7 @@ from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
 from legroom.gpu import batch_trial_on_gpu, plot, search_batch_size
 from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner, TrialResult
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.records.gpu_usage import BatchFound, Trial
+from legroom.records.gpu_results import BatchFound, Trial
 
 torch = pytest.importorskip("torch")
 FIXED, EACH = 3 * GB, 20 * MB

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import legroom
-from legroom.gpu.tf32_flags import set_tf32
+from legroom.gpu.allow_tf32 import set_tf32
 
 torch = pytest.importorskip("torch")
 

@@ -12,9 +12,8 @@ from legroom.cache import recent_remote_versions
 from legroom.cache.download import PIECE
 from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
-from legroom.integrations import ray_cluster
 from legroom.integrations.ray_node_actor import signature
-from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
+from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from object_server import object_server
 
 ROWS = np.arange(3_000_000, dtype=np.float32)
@@ -36,7 +35,7 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
     import hashlib
 
     with object_server(x__npy=content) as server:
-        node = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY)
+        node = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         begun = node.begin()
         assert begun["state"] == "waits" and begun["size"] == len(content)
         assert begun["missing"] == list(range(-(-len(content) // PIECE)))
@@ -59,17 +58,17 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
         assert [entry.key for entry in entries()] == [ended["key"]]
         assert server.sent == 8 * PIECE == ended["read"] and ended["received"] == len(rest)
         assert ended["digest"] == "md5 " + hashlib.md5(content).hexdigest()
-        again = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY).begin()
+        again = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY).begin()
         assert again["state"] == "ended" and again["key"] == ended["key"]
 
 
 def test_a_node_that_has_the_entry_passes_on_the_objects_bytes(content: bytes) -> None:
     with object_server(x__npy=content) as server:
-        first = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY)
+        first = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         first.begin()
         first.read(0, 8), first.read(8, 12)
         assert first.end()["read"] == len(content)
-        holder = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY)
+        holder = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         assert holder.begin()["state"] == "ended"
         sent = server.sent
         offer = holder.offer()
@@ -84,7 +83,7 @@ def test_an_entry_that_is_not_the_objects_bytes_is_not_passed_on(content: bytes)
         content[:8] + (len(content[:128]) - 10 + 64).to_bytes(2, "little") + content[10:127] + b" " * 64 + content[127:]
     )
     with object_server(x__npy=old) as server:
-        node = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY)
+        node = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         node.begin()
         node.read(0, 8), node.read(8, 12)
         assert "error" not in node.end()
@@ -93,12 +92,12 @@ def test_an_entry_that_is_not_the_objects_bytes_is_not_passed_on(content: bytes)
 
 def test_a_load_that_is_abandoned_keeps_what_it_has(content: bytes) -> None:
     with object_server(x__npy=content) as server:
-        node = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY)
+        node = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         node.begin()
         node.read(0, 8)
         node.abandon("source-changed", "the reason")
         assert node.end()["error"]["message"] == "the reason"
-        again = ray_cluster.NodeLoader(server.url("x.npy"), "auto", False, KEY)
+        again = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         assert again.begin()["missing"] == list(range(8, -(-len(content) // PIECE)))
         again.read(8, -(-len(content) // PIECE))
         assert again.end()["kept"] == 8 * PIECE
@@ -120,7 +119,7 @@ def test_texts() -> None:
         "b", "10.0.0.1", "ok", {"pools": pools, "findings": [], "entries": [], "removed": [], "kept": [], "freed": 0}
     )
     lost = NodeAnswer("c", "10.0.0.2", "failed", {}, error)
-    assert sorted([well, sick, lost], key=lambda one: -ray_cluster.worst(one)) == [lost, sick, well]
+    assert sorted([well, sick, lost], key=lambda one: -ray_cluster_commands.worst(one)) == [lost, sick, well]
     assert "critical: /dev/shm is full [shm-full]" in doctor_text([sick, well, lost])
     entry = {"sources": ["s3://b/k"], "key": "a" * 32, "bytes": 5}
     some = NodeAnswer("a", "10.0.0.9", "ok", {"entries": [entry]})

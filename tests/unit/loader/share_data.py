@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 import legroom
-from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, OwnBatches
+from legroom.loader.dataloader.sharing.batches_without_producer import DEATHS, OwnBatches
 from legroom.loader.dataloader.sharing.content_digest import digest
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder, groups
 from legroom.loader.dataloader.sharing.group_settings import group_key

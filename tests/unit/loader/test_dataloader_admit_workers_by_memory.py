@@ -17,7 +17,7 @@ from recorded_admissions import record_admissions
 
 from legroom.advice.memory_need_of_loaders_and_processes import Each
 from legroom.errors import BudgetTooSmall, LoaderClosed
-from legroom.loader.dataloader import admit_workers_by_memory, memory_slots, worker_process
+from legroom.loader.dataloader import admit_workers_by_memory, memory_slots, worker_shutdown
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import to_send
 from legroom.loader.dataloader.memory_slots import SlotPool
@@ -218,13 +218,13 @@ def test_forked_workers_that_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_worker_is_stopped_by_exit_where_python_raises_nothing_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_set_async_exc", None)
-    assert not worker_process.raise_in_thread(threading.get_ident(), MemoryError)
+    monkeypatch.setattr(worker_shutdown, "_set_async_exc", None)
+    assert not worker_shutdown.raise_in_thread(threading.get_ident(), MemoryError)
     ended: list[int] = []
     grown = iter([0, 0, 8 * MB])
-    monkeypatch.setattr(worker_process, "_resident", lambda: next(grown, 8 * MB))
-    monkeypatch.setattr(worker_process.os, "_exit", ended.append)
-    worker_process.GrowthMonitor(lambda: not ended, lambda _: worker_process.Decision.STOP)
+    monkeypatch.setattr(worker_shutdown, "_resident", lambda: next(grown, 8 * MB))
+    monkeypatch.setattr(worker_shutdown.os, "_exit", ended.append)
+    worker_shutdown.GrowthMonitor(lambda: not ended, lambda _: worker_shutdown.Decision.STOP)
     deadline = time.monotonic() + 60
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)

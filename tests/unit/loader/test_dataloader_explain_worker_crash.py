@@ -13,7 +13,7 @@ import pytest
 
 from legroom.errors import BatchLost, WorkerDied
 from legroom.loader.dataloader import explain_worker_crash
-from legroom.loader.dataloader.worker_process import IMPORTED_MAIN
+from legroom.loader.dataloader.worker_shutdown import IMPORTED_MAIN
 from legroom.records.machine import Memory, MemoryEvents
 
 

@@ -20,7 +20,7 @@ import pytest
 from doc_runner import Runner
 from recorded_admissions import record_admissions
 
-from legroom.loader.dataloader import admit_workers_by_memory, worker_process
+from legroom.loader.dataloader import admit_workers_by_memory, worker_shutdown
 from legroom.loader.measure_process_memory import BareProcess, FreeMemory
 
 torch = pytest.importorskip("torch")
@@ -213,7 +213,7 @@ def test_a_busy_process_is_not_blocked_and_a_sleeping_one_is() -> None:
         assert child.stdout is not None
         try:
             assert child.stdout.readline()  # an interpreter that starts waits for the disk
-            blocked, until = worker_process.BlockedCheck(), time.monotonic() + seconds
+            blocked, until = worker_shutdown.BlockedCheck(), time.monotonic() + seconds
             while not (found := blocked.blocked(child.pid)) and time.monotonic() < until:
                 time.sleep(0.01)
             assert found == expected
@@ -221,22 +221,22 @@ def test_a_busy_process_is_not_blocked_and_a_sleeping_one_is() -> None:
             child.stdout.close()
             child.kill()
             child.wait()
-    assert not worker_process.BlockedCheck().blocked(child.pid)  # there is none
+    assert not worker_shutdown.BlockedCheck().blocked(child.pid)  # there is none
 
 
 def test_a_younger_process_is_not_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     program = SimpleNamespace(pid=os.getppid())
-    assert worker_process.program_alive()  # started by no other program
+    assert worker_shutdown.program_alive()  # started by no other program
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: program)
-    assert worker_process.program_alive()
+    assert worker_shutdown.program_alive()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         time.sleep(0.05)
         program.pid = child.pid
-        assert not worker_process.program_alive()  # younger than this one: it has the program's old number
-        monkeypatch.setattr(worker_process._Stat, "of", lambda _: None)  # /proc does not tell
-        assert worker_process.program_alive()
+        assert not worker_shutdown.program_alive()  # younger than this one: it has the program's old number
+        monkeypatch.setattr(worker_shutdown._Stat, "of", lambda _: None)  # /proc does not tell
+        assert worker_shutdown.program_alive()
     finally:
         child.kill()
         child.wait()
-    assert not worker_process.program_alive()
+    assert not worker_shutdown.program_alive()

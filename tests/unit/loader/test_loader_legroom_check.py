@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from machines import MB, healthy, with_pool
 
-from legroom.advice.job_arguments_and_batch_bytes import Batch, Demand
+from legroom.advice.job_settings_to_workload import Batch, Demand
 from legroom.loader.legroom_check import _judged_by_trial
 from legroom.loader.measure.start_dataloader_trial import _result
 from legroom.loader.measure.start_memory_guard import GuardedRun

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from legroom.advice.job_arguments_and_batch_bytes import Demand
+from legroom.advice.job_settings_to_workload import Demand
 from legroom.advice.memory_need_of_loaders_and_processes import SPARE
 from legroom.loader import legroom_check, measure_process_memory
 from legroom.loader.legroom_check import with_bare_processes

@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from legroom.errors import CannotListen
-from legroom.monitor import web_view as web_module
+from legroom.monitor import serve_web_page as web_module
 from legroom.monitor.http_server import AllowedHosts, host_name
-from legroom.monitor.web_view import MOST_PROCESSES, MOST_STREAMS, EventFeed, WebView
+from legroom.monitor.serve_web_page import MOST_PROCESSES, MOST_STREAMS, EventFeed, WebView
 from legroom.records.watch_sample import Moment, ProcessRow
 from watch_runs import HOSTILE, moments, samples
 

@@ -9,8 +9,8 @@ from fake_host import TREES
 from fake_machine import MB, FakeMachine, area
 
 from legroom.errors import NoSuchProcess, NothingMatches
-from legroom.probe.find_running_jobs import job, jobs
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.memory_of_running_jobs import job, jobs
 
 TRAIN = ("python", "train.py", "--batch-size", "64", "--num-workers=2")
 
@@ -111,7 +111,7 @@ def test_no_process_matches(machine: FakeMachine) -> None:
 def test_one_that_is_gone_before_it_is_looked_at(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
-    from legroom.probe import find_running_jobs as module
+    from legroom.probe import memory_of_running_jobs as module
 
     def vanishing(host: Host, process: object, segments: object) -> object:
         if process.pid == 12:  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from legroom.advice.findings_copy_on_write import copy_rate, finding_of_readings
-from legroom.probe import copy_on_write, find_running_jobs
+from legroom.probe import copy_on_write, memory_of_running_jobs
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import process_at
@@ -83,9 +83,9 @@ def test_rows_of_workers_show_what_they_copied_by_reading(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ("records", "arrays"))
 def test_a_few_readings_of_a_job_with_a_large_parent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_running_jobs, "_YOUNG", -1.0)
+    monkeypatch.setattr(memory_of_running_jobs, "_YOUNG", -1.0)
     with parent(kind, 600) as job:
-        ((pid, workers, points, unread),) = find_running_jobs.copies_over_time(Host(), [job.job()], job.step)
+        ((pid, workers, points, unread),) = memory_of_running_jobs.copies_over_time(Host(), [job.job()], job.step)
         assert (pid, workers, set(points), unread) == (job.pid, 1, {job.worker}, None)
         found = finding_of_readings(pid, workers, points)
         if kind == "arrays":
@@ -96,7 +96,7 @@ def test_a_few_readings_of_a_job_with_a_large_parent(kind: str, monkeypatch: pyt
 
 def test_memory_that_may_not_be_read_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel forbids reading the memory of another process (Yama), reading and writing look the same."""
-    monkeypatch.setattr(find_running_jobs, "_YOUNG", -1.0)
+    monkeypatch.setattr(memory_of_running_jobs, "_YOUNG", -1.0)
     monkeypatch.setattr(copy_on_write, "_MUCH", 1 << 20)
     with parent("records", 600) as job:
         reader = copy_on_write.CopyReader(Host(), job.pid, compare=True)
@@ -109,7 +109,7 @@ def test_memory_that_may_not_be_read_is_said_to_be_unknown(monkeypatch: pytest.M
         job.step()
         (found,) = reader.read([job.worker], 1.0)
         assert found.copied and found.only_read is None and str(job.worker) in (found.reason or "")
-        ((*seen, unread),) = find_running_jobs.copies_over_time(Host(), [job.job()], job.step)
+        ((*seen, unread),) = memory_of_running_jobs.copies_over_time(Host(), [job.job()], job.step)
         told = finding_of_readings(*seen, unread)
         assert told is not None and told.severity == "info" and "perhaps the dataset" in told.message
         assert str(job.worker) in told.why and "sudo legroom doctor" in told.fix[0]
@@ -121,9 +121,9 @@ def test_memory_that_may_not_be_read_is_said_to_be_unknown(monkeypatch: pytest.M
 
 
 def test_a_young_worker_and_a_job_without_workers_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_running_jobs, "_YOUNG", 600.0)
+    monkeypatch.setattr(memory_of_running_jobs, "_YOUNG", 600.0)
     with parent("records") as job:
-        assert find_running_jobs.copies_over_time(Host(), [job.job()], lambda _: None) == []
+        assert memory_of_running_jobs.copies_over_time(Host(), [job.job()], lambda _: None) == []
         alone = [process for process in job.job().processes if process.pid == job.pid]
         without = Job(job.pid, alone[0].command, tuple(alone), {}, {}, {}, ())
-        assert find_running_jobs.copies_over_time(Host(), [without], lambda _: None) == []
+        assert memory_of_running_jobs.copies_over_time(Host(), [without], lambda _: None) == []

@@ -472,7 +472,7 @@ def test_a_server_that_fails_at_the_first_contact_is_not_a_missing_object(
     monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        with pytest.raises(errors.RemoteUnreachable, match="no connection to the server: .*127.0.0.1"):
+        with pytest.raises(errors.RemoteUnreachable, match=r"no connection to the server: .*127\.0\.0\.1"):
             legroom.open(f"http://127.0.0.1:{silent.getsockname()[1]}/x.npy")
     with object_server(x__npy=npy(ROWS)) as server:
         server.failing = 503

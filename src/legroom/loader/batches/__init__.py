@@ -6,7 +6,7 @@ batch_settings         checks the arguments of data.batches, selects the columns
 cpu_gather             copies rows into batches on the CPU: threads, reused buffers
 cuda_calls_for_gather  the calls to torch.cuda and the CUDA runtime that the gatherers need
 cuda_gather_base       what the CUDA gatherers share: side stream, row layout, resources kept per process
-cuda_path_choice       chooses between copy engines, kernel and CPU threads in the first batches of a loop
+copy_engine_or_kernel  chooses between copy engines, kernel and CPU threads in the first batches of a loop
 cuda_copy_engine       the GPU's copy engines fetch rows from shared memory registered with CUDA
 cuda_registered        the GPU's cores gather from the same memory, with a small kernel or index_select
 cuda_kernel            that kernel, compiled by NVRTC

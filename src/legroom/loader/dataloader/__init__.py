@@ -20,7 +20,7 @@ The transport, from a worker to the training process:
 Workers where memory is low:
 
     admit_workers_by_memory  measures the first worker before the others load samples; refuses what does not fit
-    worker_process           ends a worker with its program; stops one before memory runs out
+    worker_shutdown          ends a worker with its program; stops one before memory runs out
 
 Several trainers with one set of workers:
 

@@ -34,7 +34,7 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
 )
 from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BudgetTooSmall, LoaderClosed
-from legroom.loader.dataloader.worker_process import (
+from legroom.loader.dataloader.worker_shutdown import (
     BlockedCheck,
     Decision,
     EndWithProgram,

@@ -42,7 +42,7 @@ from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
 from legroom.loader.dataloader.sharing.shared_epoch_iterator import SharedEpoch, Sharing
 from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers
-from legroom.loader.dataloader.worker_process import EndWithProgram, exit_if_importing_main
+from legroom.loader.dataloader.worker_shutdown import EndWithProgram, exit_if_importing_main
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import require

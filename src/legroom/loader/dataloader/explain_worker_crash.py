@@ -17,7 +17,7 @@ from typing import Any
 
 from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BatchLost, WorkerDied
-from legroom.loader.dataloader.worker_process import IMPORTED_MAIN
+from legroom.loader.dataloader.worker_shutdown import IMPORTED_MAIN
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool

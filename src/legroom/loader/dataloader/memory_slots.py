@@ -47,7 +47,7 @@ from legroom.advice.memory_need_of_loaders_and_processes import Each, fits
 from legroom.cache.capacity import STEP, memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader.admit_workers_by_memory import does_not_fit
-from legroom.loader.dataloader.worker_process import must_end
+from legroom.loader.dataloader.worker_shutdown import must_end
 from legroom.loader.measure_process_memory import free_memory_now
 from legroom.messages import counted, phrase, say
 from legroom.system.processes_and_threads import MAP_FAILED, last_error, libc

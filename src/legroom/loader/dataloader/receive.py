@@ -29,7 +29,7 @@ from legroom.errors import BatchLost
 from legroom.loader.dataloader.admit_workers_by_memory import current_admission
 from legroom.loader.dataloader.memory_slots import FREE, HELD, RETIRED, NDArray, Slot, window
 from legroom.loader.dataloader.send import ALIGN, Span
-from legroom.loader.dataloader.worker_process import exists
+from legroom.loader.dataloader.worker_shutdown import exists
 from legroom.messages import say
 from legroom.system.processes_and_threads import malloc_trim
 

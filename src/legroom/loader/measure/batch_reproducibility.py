@@ -17,7 +17,7 @@ from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.dataloader.resume import dataset_state_dict
-from legroom.loader.dataloader.sharing.batches_made_by_trainer import OwnBatches
+from legroom.loader.dataloader.sharing.batches_without_producer import OwnBatches
 from legroom.loader.dataloader.sharing.content_digest import leaves
 from legroom.loader.dataloader.sharing.seeding import Orders, SeededStream
 from legroom.loader.measure.import_dataset import find_dataset, length

@@ -2,14 +2,14 @@
 
     shared_epoch_iterator          in a trainer: the iterator, and its state
     producer_client                in a trainer: finds the producer or starts one, and asks it for batches
-    batches_made_by_trainer        in a trainer: makes batches that the group does not have, and all while it is alone
+    batches_without_producer       in a trainer: makes batches that the group does not have, and all while it is alone
     copy_on_write_slots            in a trainer: maps slots privately, returns them when a batch is gone
     copy_batches_to_gpu            in a trainer: brings batches to its GPU
     produce_and_serve_batches      makes the batches, and serves its trainers
     producer_main                  entry point of the producer's process
     start_producer_process         starts that process, with the dataset as a pickle or by fork
     batch_window_and_late_joiners  which batches are kept, who waits for whom, when a slow trainer is let go
-    gpu_ring                       which trainer copies a batch to a GPU, and which read that copy
+    assign_gpu_ring_copies         which trainer copies a batch to a GPU, and which read that copy
     producer_messages              messages and descriptors between a trainer and the producer
     group_folder                   the sockets, locks and logs of all groups of a user
     group_settings                 what must be equal in a group

@@ -30,9 +30,9 @@ from legroom.errors import BatchLost, BudgetTooSmall, ProducerFailed, WorkerDied
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
 from legroom.loader.dataloader.memory_slots import Slot
+from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import GpuRings
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, Entry, Window
-from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, OwnStream, StreamState
-from legroom.loader.dataloader.sharing.gpu_ring import GpuRings
+from legroom.loader.dataloader.sharing.batches_without_producer import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
 from legroom.loader.dataloader.sharing.seeding import Endless, Orders, Position, SeededDataset

@@ -24,10 +24,10 @@ from typing import Any
 from legroom.cache.locks import Lock
 from legroom.errors import ShareMismatch, Unpicklable
 from legroom.loader.dataloader.collate import arena_unavailable
+from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches
 from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
-from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
 from legroom.loader.dataloader.sharing.group_settings import check_same, group_key
 from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection

@@ -18,7 +18,7 @@ from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.pin_memory import pin_batch
 from legroom.loader.dataloader.sharing import copy_batches_to_gpu
-from legroom.loader.dataloader.sharing.batches_made_by_trainer import OwnBatches, OwnStream, StreamState, stream_state
+from legroom.loader.dataloader.sharing.batches_without_producer import OwnBatches, OwnStream, StreamState, stream_state
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import group_folder
 from legroom.loader.dataloader.sharing.group_settings import settings_of

@@ -26,7 +26,7 @@ from legroom.formats.base_reader import Selection
 from legroom.integrations.ray_divide_download import Exchange, Member
 from legroom.integrations.ray_node_actor import NodeLoader, answer_here, error_of, load_here
 from legroom.messages import say
-from legroom.records.cluster_node import NodeAnswer, NodeError, NodeLoad
+from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from legroom.remote.object_url import ObjectUrl, redacted, without_credentials
 from legroom.system.lazy_and_optional_imports import require
 
