@@ -265,9 +265,7 @@ def _map_entry(store: Store, key: str, folder: int, lock: EntryLease) -> Attache
 
 def array_view(mapped: MappedFile, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:
     """An array on a mapping, which it keeps alive."""
-    array: NDArray = np.ndarray(shape, dtype, mapped.buffer(), offset)
-    array.flags.writeable = mapped.writable
-    return array
+    return np.ndarray(shape, dtype, mapped.buffer(), offset)
 
 
 def _open(folder: int, name: str) -> tuple[int, os.stat_result]:

@@ -44,7 +44,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from legroom.probe.host_files_and_syscalls import Host
@@ -67,7 +66,8 @@ _NO_ACCESS = 0  # PROT_NONE
 def maps_writable() -> bool:
     """Whether private writable mappings are free of charge on this kernel."""
     try:
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+        with open("/proc/sys/vm/overcommit_memory", "rb") as file:
+            return file.read().strip() != b"2"
     except OSError:
         return True
 
@@ -122,10 +122,15 @@ class MappedFile:
         return self._pages.keep
 
     def buffer(self) -> Any:
-        """The bytes, as an object that keeps this mapping alive."""
-        buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
-        buffer.map = self
-        return buffer
+        """The bytes, as an array that keeps this mapping alive. ctypes would make a class for every length."""
+        import numpy as np
+
+        return np.asarray(self)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = self.address, not self.writable
+        return {"version": 3, "typestr": "|u1", "shape": (self.length,), "data": data}
 
 
 def _aligned_address(length: int, offset: int) -> int | None:
@@ -239,10 +244,7 @@ def _fits(size: int) -> bool:
 
 def _touch(item: MappedFile, offset: int, length: int, step: int) -> None:
     """Read one byte of every ``step``. numpy releases the interpreter's lock meanwhile."""
-    import numpy as np
-
-    bytes_there = np.frombuffer(item.buffer(), np.uint8, length, offset)[::step]
-    int(bytes_there.max(initial=0))  # only to read the pages
+    int(item.buffer()[offset : offset + length : step].max(initial=0))  # only to read the pages
 
 
 _COLLAPSE = 25
