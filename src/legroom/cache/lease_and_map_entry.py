@@ -164,7 +164,7 @@ def _attach(store: Store, key: str) -> Attached | None:
             if not _still_named(store, lock):
                 lock.release()  # removed by force, and perhaps rebuilt: try again
                 continue
-            found = map_entry(store, key, folder, lock)
+            found = _map_entry(store, key, folder, lock)
             lock.touch()
             return found
         except Damaged:

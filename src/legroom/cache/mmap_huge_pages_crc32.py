@@ -66,7 +66,7 @@ _NO_ACCESS = 0  # PROT_NONE
 def maps_writable() -> bool:
     """Whether private writable mappings are free of charge on this kernel."""
     try:
-        with open("/proc/sys/vm/overcommit_memory", "rb") as file:
+        with open("/proc/sys/vm/overcommit_memory", "rb", buffering=0) as file:
             return file.read().strip() != b"2"
     except OSError:
         return True
@@ -393,7 +393,7 @@ def write_back(fd: int) -> None:
     """Write a file's dirty pages and wait for that, without the disk flush of fsync."""
     if sys.platform == "linux":
         everything = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, WRITE, WAIT_AFTER
-        if libc().sync_file_range(fd, 0, 0, everything) == 0:
+        if libc().sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), everything) == 0:
             return
         problem = last_error()
         if problem.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):

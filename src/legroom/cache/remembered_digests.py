@@ -104,7 +104,7 @@ def read_record_named(store: Store, name: str) -> SourceRecord | None:
     try:
         if data[:_OPENING_LENGTH] != _OPENING % zlib.crc32(data[_OPENING_LENGTH:]):
             return None
-        return _parse(json.loads(data), name)
+        return _parse(json.loads(data.decode("ascii")), name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -178,7 +178,7 @@ class TestMaps:
 
     def test_overcommit_decides_whether_maps_may_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for text, may in ((b"0\n", True), (b"1\n", True), (b"2\n", False)):
-            monkeypatch.setattr("builtins.open", lambda *_, text=text: io.BytesIO(text))
+            monkeypatch.setattr("builtins.open", lambda *_, text=text, **__: io.BytesIO(text))
             assert mmap_huge_pages_crc32.maps_writable.__wrapped__() is may
 
 
