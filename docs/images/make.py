@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from legroom.monitor.tui import TerminalView, make_app
 from legroom.monitor.serve_web_page import WebView
+from legroom.monitor.tui import TerminalView, make_app
 from legroom.records import Moment
 
 HERE = Path(__file__).resolve().parent

@@ -253,6 +253,8 @@ def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:
 
 def _chosen(contents: DataContents, selection: Selection) -> DataContents:
     """The requested part of the contents: an entry of the whole file also serves requests for parts of it."""
+    if selection.keys is None:
+        return contents
     return replace(
         contents,
         arrays={name: array for name, array in contents.arrays.items() if selection.takes(name)},

@@ -49,7 +49,7 @@ from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
-from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory
+from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
@@ -116,19 +116,19 @@ class _Reserve:
     MAPS, BYTES = 8, 1 << 20  # of address space alone; Python takes a megabyte at a time for small objects
 
     def __init__(self) -> None:
-        self._maps: list[mmap.mmap] = []
+        self._pages: mmap.mmap | None = None
 
     def take(self) -> None:
-        if not self._maps and sys.platform == "linux":
+        if self._pages is None and sys.platform == "linux":
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             with suppress(OSError, MemoryError):
-                for number in range(self.MAPS):  # the kernel makes one of two neighbours that are alike
-                    self._maps.append(mmap.mmap(-1, self.BYTES, flags=kind, prot=number % 2 * mmap.PROT_READ))
+                self._pages = mmap.mmap(-1, self.MAPS * self.BYTES, kind, mmap.PROT_READ)
+                split_into_maps(self._pages, self.BYTES)
 
     def give_back(self) -> None:
-        for one in self._maps:
-            one.close()
-        self._maps.clear()
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
 
 
 _reserve = _Reserve()

@@ -164,7 +164,7 @@ def _attach(store: Store, key: str) -> Attached | None:
             if not _still_named(store, lock):
                 lock.release()  # removed by force, and perhaps rebuilt: try again
                 continue
-            found = map_entry(store, key, folder, lock)
+            found = _map_entry(store, key, folder, lock)
             lock.touch()
             return found
         except Damaged:
@@ -265,9 +265,7 @@ def _map_entry(store: Store, key: str, folder: int, lock: EntryLease) -> Attache
 
 def array_view(mapped: MappedFile, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:
     """An array on a mapping, which it keeps alive."""
-    array: NDArray = np.ndarray(shape, dtype, mapped.buffer(), offset)
-    array.flags.writeable = mapped.writable
-    return array
+    return np.ndarray(shape, dtype, mapped.buffer(), offset)
 
 
 def _open(folder: int, name: str) -> tuple[int, os.stat_result]:

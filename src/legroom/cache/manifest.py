@@ -251,7 +251,7 @@ def from_json(data: bytes, key: str) -> Manifest:
     """Parse a manifest. Raises Damaged if anything is invalid, OtherFormat for another version."""
     opening, body = data[:_OPENING_LENGTH], data[_OPENING_LENGTH:]
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode("ascii"))
         if isinstance(value, dict) and value.get("format") == FORMAT and opening != OPENING % zlib.crc32(body):
             raise Damaged(say("{name} is damaged: its crc32 differs", name=MANIFEST_NAME))
     except Damaged:

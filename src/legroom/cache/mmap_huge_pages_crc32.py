@@ -44,7 +44,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from legroom.probe.host_files_and_syscalls import Host
@@ -67,7 +66,8 @@ _NO_ACCESS = 0  # PROT_NONE
 def maps_writable() -> bool:
     """Whether private writable mappings are free of charge on this kernel."""
     try:
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+        with open("/proc/sys/vm/overcommit_memory", "rb", buffering=0) as file:
+            return file.read().strip() != b"2"
     except OSError:
         return True
 
@@ -118,10 +118,15 @@ class MappedFile:
         return self._pages.length
 
     def buffer(self) -> Any:
-        """The bytes, as an object that keeps this mapping alive."""
-        buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
-        buffer.map = self
-        return buffer
+        """The bytes, as an array that keeps this mapping alive. ctypes would make a class for every length."""
+        import numpy as np
+
+        return np.asarray(self)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = self.address, not self.writable
+        return {"version": 3, "typestr": "|u1", "shape": (self.length,), "data": data}
 
 
 def _aligned_address(length: int, offset: int) -> int | None:
@@ -398,7 +403,7 @@ def write_back(fd: int) -> None:
     """Write a file's dirty pages and wait for that, without the disk flush of fsync."""
     if sys.platform == "linux":
         everything = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, WRITE, WAIT_AFTER
-        if libc().sync_file_range(fd, 0, 0, everything) == 0:
+        if libc().sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), everything) == 0:
             return
         problem = last_error()
         if problem.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):

@@ -73,12 +73,15 @@ def read_record(store: Store, source: Source) -> SourceRecord | None:
                 return None
         except (OSError, ValueError):
             return None
+    return record if _same_lookups(record, source) else None
+
+
+def _same_lookups(record: SourceRecord, source: Source) -> bool:
+    if not record.lookups:
+        return True
     # The source may have been renamed: lookups start from its current path.
     holders = dict(zip(map(Path, record.paths), map(Path, source.paths), strict=False))
-    for lookup in record.lookups:
-        if not same_lookup(replace(lookup, holder=holders.get(lookup.holder, lookup.holder))):
-            return None
-    return record
+    return all(same_lookup(replace(one, holder=holders.get(one.holder, one.holder))) for one in record.lookups)
 
 
 def read_record_named(store: Store, name: str) -> SourceRecord | None:
@@ -101,7 +104,7 @@ def read_record_named(store: Store, name: str) -> SourceRecord | None:
     try:
         if data[:_OPENING_LENGTH] != _OPENING % zlib.crc32(data[_OPENING_LENGTH:]):
             return None
-        return _parse(json.loads(data), name)
+        return _parse(json.loads(data.decode("ascii")), name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

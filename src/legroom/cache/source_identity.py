@@ -115,17 +115,16 @@ def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
     """Stamp all files of these paths. With ``ask``, ask the servers of remote objects even if that was just done."""
     files: list[StampedFile] = []
     folders: list[StampedFile] = []
-    if len(paths) == 1 and isinstance(paths[0], Path) and is_folder(paths[0]):
-        below = stamp_folder(paths[0], "", folders)
-        if folders:  # everything below it
-            stamps = "\n".join(f"{folder.name}\0{folder.stamp}" for folder in folders) + "\n" + below.digest
-            return Source(tuple(paths), below, _set_name(stamps), folders=tuple(folders))
     for path, name in zip(paths, shard_names(paths), strict=True):
         if isinstance(path, ObjectUrl):
             stamp = lazy_import("legroom.cache.recent_remote_versions").version_of(path, ask=ask)
             files.append(StampedFile(name or path.name, path, stamp))
         elif is_folder(path):
-            files.extend(stamp_folder(path, name, folders))
+            below = stamp_folder(path, name, folders)
+            if len(paths) == 1 and folders:  # everything below it
+                stamps = "\n".join(f"{folder.name}\0{folder.stamp}" for folder in folders) + "\n" + below.digest
+                return Source(tuple(paths), below, _set_name(stamps), folders=tuple(folders))
+            files.extend(below)
         else:
             files.append(stamp_file(path, name or path.name))
     if len(paths) == 1 and len(files) == 1 and not folders and isinstance(files[0].stamp, Stamp):

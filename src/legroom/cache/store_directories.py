@@ -346,7 +346,7 @@ def _distrust(path: Path | str, fd: int) -> UnusableStore | None:
 def _overflow_uid() -> int:
     """The uid that the kernel shows for users that a user namespace does not map."""
     try:
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+        return int(read_small_file(None, "/proc/sys/kernel/overflowuid", 64))
     except (OSError, ValueError):
         return 65534
 
@@ -473,7 +473,7 @@ def is_locked(store: Store, lock_file: str) -> bool:
         return locks.held(store.locks, lock_file)
 
 
-def read_small_file(folder: int, name: str, size: int) -> bytes:
+def read_small_file(folder: int | None, name: str, size: int) -> bytes:
     """The first ``size`` bytes of a file in an open directory; never waits for a FIFO or follows a link."""
     fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:

@@ -173,18 +173,22 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
 
 def _command_name(arguments: list[str]) -> str:
     """The command as its JSON schema names it: ``doctor``, ``cache.list``."""
-    words = [word for word in arguments if not word.startswith("-")]
-    while words and words[0] not in COMMANDS:  # the value of an option before the command
-        del words[0]
-    return ".".join(words[:2] if words[:1] in (["cache"], ["nodes"]) else words[:1])
+    return ".".join(name for name, _ in _commands(arguments))
 
 
 def _command(arguments: list[str]) -> click.Command:
     """The command that the arguments name, or the group before the first name that is unknown."""
-    found: click.Command = cli
+    return [("", cli), *_commands(arguments)][-1][1]
+
+
+def _commands(arguments: list[str]) -> list[tuple[str, click.Command]]:
+    """The commands that the arguments name, such as ``cache`` and ``list``; values of options before them are none."""
+    found: list[tuple[str, click.Command]] = []
+    group: click.Command = cli
     for word in arguments:
-        if isinstance(found, click.Group):
-            found = found.get_command(click.Context(found), word) or found
+        if isinstance(group, click.Group) and (command := group.get_command(click.Context(group), word)) is not None:
+            found.append((word, command))
+            group = command
     return found
 
 

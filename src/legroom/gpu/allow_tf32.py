@@ -12,7 +12,7 @@ from typing import Any
 
 from legroom.gpu.torch_cuda_device import import_torch
 from legroom.messages import say
-from legroom.records.gpu_usage import Tf32
+from legroom.records.gpu_results import Tf32
 
 _FIRST_CAPABILITY = 8  # TF32 came with compute capability 8.0 (Ampere)
 

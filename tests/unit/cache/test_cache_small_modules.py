@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import random
 import sys
@@ -203,8 +204,8 @@ class TestMaps:
         assert running.filled == 0
 
     def test_overcommit_decides_whether_maps_may_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for text, may in (("0\n", True), ("1\n", True), ("2\n", False)):
-            monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
+        for text, may in ((b"0\n", True), (b"1\n", True), (b"2\n", False)):
+            monkeypatch.setattr("builtins.open", lambda *_, text=text, **__: io.BytesIO(text))
             assert mmap_huge_pages_crc32.maps_writable.__wrapped__() is may
 
 

@@ -90,7 +90,8 @@ def test_only_a_terminal_gets_wrapped_lines(
         (("check", "--bogus", "--json"), "legroom.check/1", "--bogus"),
         (("tune", "--json"), "legroom.tune/1", "--dataset"),
         (("leak", "--json"), "legroom.leak/1", "--read DIR"),
-        (("cache", "bogus", "--json"), "legroom.cache.bogus/1", "bogus"),
+        (("cache", "bogus", "--json"), "legroom.cache/1", "bogus"),
+        (("cache", "--lang", "en", "list", "--bogus", "--json"), "legroom.cache.list/1", "--bogus"),
         (("bogus", "--json"), "legroom/1", "bogus"),
     ],
 )
