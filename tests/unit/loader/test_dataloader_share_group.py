@@ -29,7 +29,7 @@ from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
 from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
-from legroom.loader.dataloader.sharing.producer_messages import Connection
+from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -507,6 +507,16 @@ def test_a_batch_that_takes_much_longer_than_all_before_is_reported(caplog: pyte
     assert len(caplog.messages) == 2
     waits.report(1301.0, (2, 4), 10, [11, 12], [99])
     assert len(caplog.messages) == 3 and "process 99" in caplog.messages[-1]
+
+
+def test_the_last_words_of_one_that_ends_are_read() -> None:
+    ours, theirs = (Connection(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours.send("hello")  # never read: the kernel then reports a reset first
+    theirs.send("error", "why")
+    theirs.close()
+    assert ours.receive(1.0) == (("error", "why"), [])
+    with pytest.raises(Closed):
+        ours.receive(1.0)
 
 
 def test_a_trainer_reports_what_the_producer_says_of_a_long_wait(

@@ -29,6 +29,16 @@ if __name__ == "__main__":
     from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
     from legroom.loader.dataloader.sharing.group_settings import group_key
     files = GroupFiles(group_folder(), group_key("train", None))
+    if {late}:  # the trainer gets no core until the producer has ended
+        import select
+        from legroom.loader.dataloader.sharing.producer_client import Group
+        greet = Group._greet
+        def greet_late(self, connection, **how):
+            ended = select.poll()
+            ended.register(connection.fileno(), 0)
+            ended.poll()
+            return greet(self, connection, **how)
+        Group._greet = greet_late
     another = files.stand_alone()  # a trainer that is alone needs no producer
     try:
         for batch in legroom.DataLoader(Rows(), 2, num_workers=1, share="train"):
@@ -39,8 +49,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_producer_without_its_thread_reports_why(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_producer_without_its_thread_reports_why(tmp_path: Path, late: bool) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("{late}", str(late)))
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)  # in the producer's interpreter too

@@ -187,8 +187,9 @@ class Group:
         try:
             connection.send("hello", *self._hello, self._new)
         except Closed:
-            self._lost()
-            return False
+            if not started:  # one that was started here may have said why it ended: _await_welcome reads it
+                self._lost()
+                return False
         return True
 
     def _pickle(self) -> None:

@@ -32,6 +32,15 @@ class Closed(Exception):
     """The process at the other end is gone."""
 
 
+def _received(sock: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int, Any]:
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    try:
+        return sock.recvmsg(_MESSAGE, _FD_SPACE, flags)
+    except ConnectionResetError:
+        # It ended without reading what was sent to it. The kernel reports that once, before its last messages.
+        return sock.recvmsg(_MESSAGE, _FD_SPACE, flags)
+
+
 class Connection:
     """One end of a connection."""
 
@@ -74,7 +83,7 @@ class Connection:
             if not poll.poll(timeout * 1000):
                 return None
         try:
-            data, ancillary, _, _ = sock.recvmsg(_MESSAGE, _FD_SPACE, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, _, _ = _received(sock)
         except BlockingIOError:
             return None
         except OSError as problem:
