@@ -67,12 +67,12 @@ class JobShmFiles:
         return found
 
     def remove(self) -> int:
-        """Remove those of them that no process uses now; the bytes freed."""
+        """Remove those of them that no process is known to use, after the job's have ended; the bytes freed."""
         freed = 0
         if not self._used.intersection(self._host.names(SHM)):
             return freed
         for file in shm(self._host).files:
-            if file.name in self._used and file.mapped is False and file.owner == self._host.uid:
+            if file.name in self._used and not file.mapped and file.owner == self._host.uid:
                 with contextlib.suppress(OSError):
                     os.unlink(self._host.path(f"{SHM}/{file.name}"))
                     freed += file.size

@@ -232,13 +232,16 @@ def test_a_worker_that_dies_once_is_replaced(make: Any, folder: Path) -> None:
 
 def test_a_worker_that_dies_again_and_again_is_an_error_for_every_trainer(make: Any) -> None:
     group = make(share_data.Deadly(2000), shuffle=False, num_workers=1)
-    group.start(1)
-    group.start(1)
+    expected = reference(group.loader(), 1)
+    group.start(100)
+    group.start(100)
     group.await_producer()
     group.join()
     for number in (0, 1):
         *got, last = group.lines(number)
-        assert len(got) == 3 and last.startswith("error WorkerDied: DataLoader worker") and "SIGKILL" in last
+        # One that did not get the producer's answer in time has made that batch itself, where no worker dies.
+        assert len(got) >= 3 and got[: len(expected)] == expected[: len(got)]
+        assert last.startswith("error WorkerDied: DataLoader worker") and "SIGKILL" in last
 
 
 def test_another_trainer_with_other_arguments_is_refused(make: Any) -> None:
