@@ -219,7 +219,8 @@ def largest_batch(demand: Demand, batch: Batch, machine: Machine, *, fitting: bo
     if fitting is None:
         fitting = fits(demand, batch, machine)
     low, high = (batch.samples, most) if fitting else (0, batch.samples)
-    if fitting and (low >= high or fits(demand, batch.of(high), machine)):
+    # The whole dataset as one batch can need less than a little less, of which two batches are ready at once.
+    if fitting and (low >= high or all(fits(demand, batch.of(size), machine) for size in (high, high - 1))):
         return None
     while high - low > 1:  # low fits or is 0; high does not fit
         middle = (low + high) // 2

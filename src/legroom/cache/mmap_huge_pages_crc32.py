@@ -231,7 +231,7 @@ class Prefault:
 
 
 def _pages_of(reference: weakref.ref[MappedFile]) -> _Pages | None:
-    """The pages of a mapping that is still there. No other thread runs while the mapping itself is held here."""
+    """The pages of a mapping that is still there. The mapping itself is held for no more than an instruction or two."""
     return getattr(reference(), "_pages", None)
 
 

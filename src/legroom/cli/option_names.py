@@ -11,22 +11,24 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from legroom.errors import DatasetFailed, LegroomError
+from legroom.errors import CommandNotFound, CommandNotRunnable, DatasetFailed, LegroomError
 
 # Arguments of the library whose options have another name.
 _RENAMED = {
     "num_workers": "--workers", "prefetch_factor": "--prefetch", "batch_size": "--batch", "collate_fn": "--collate",
     "gpu_bytes": "--gpu-memory",
 }  # fmt: skip
-# name='value', name=[values], name=value, or name= alone; not in a URL, a path, a call, or NAME=VALUE of --set.
+# name='value', name=[values], name=value, or name= alone; not in a URL, a path, a call, quotes, or NAME=VALUE of --set.
 _ARGUMENT = re.compile(
-    r"(?<![\w?&/.\-(=])(?<!--set )([a-z]\w*)=(?:'([^']*)'|\[([^\]]*)\]|([\w.]+)(?![\w/])|(?![\w'\"\[(]))"
+    r"(?<![\w?&/.\-(='\"])(?<!--set )([a-z]\w*)=(?:'([^']*)'|\[([^\]]*)\]|([\w.]+)(?![\w/])|(?![\w'\"\[(]))"
 )
 _SUBJECT = re.compile(r"[a-z]\w*(?= (?:must be|必须))")  # of the sentences of argument_checks
 
 
 def in_options(error: LegroomError, command: click.Command) -> None:
     """Replace arguments in the error's sentences by options of the command."""
+    if isinstance(error, (CommandNotFound, CommandNotRunnable)):  # they quote the user's command
+        return
     error.what, why, error.fix = translated(command, error.what, error.why, error.fix)
     if not isinstance(error, DatasetFailed):  # its reason quotes the user's code
         error.why = why

@@ -154,6 +154,8 @@ def command(
     from legroom.probe.memory import memory, ram_pool
 
     require_options(_NEEDS)
+    if params is not None:
+        Shape(params, ranks)  # an error before anything is measured
     if last:
         refuse_beside("last", _MEASURING if params is not None else _MEASURING | {"ranks"})
         found = legroom_tune.last_named(spec)

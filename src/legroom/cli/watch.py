@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.language_and_streams import write_line
-from legroom.cli.options import DURATION, refuse_beside
+from legroom.cli.options import DURATION, refuse_beside, typed
 from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
@@ -98,12 +98,12 @@ def command(
         raise click.UsageError(say("--pid, --match and --replay cannot be combined"))
     if log is not None and replay is not None and os.path.realpath(log) == os.path.realpath(replay):
         raise click.UsageError(say("--log and --replay name the same file"))
-    refuse_beside("replay", {"interval", "root", "prometheus"})  # nothing is read here, and it ends at once
+    refuse_beside("replay", {"interval", "root", "prometheus"})  # nothing is sampled
     refuse_beside("once", {"prometheus", "web"})
     refuse_beside("as_json", {"top"})
     chart_only = replay is not None and plot is not None and not plain
-    if chart_only:
-        refuse_beside("plot", {"top"})
+    if chart_only and "top" in typed():
+        raise click.UsageError(say("{option} needs {other}", option="--top", other="--plain"))
     stop = StopEvent()
     screen = None if as_json or once or plain or chart_only else _screen()
     report = _report if screen is None else screen.report
@@ -122,7 +122,7 @@ def command(
     files = list(outputs)  # --log and --plot, before they are wrapped
     page = None if web is None else _web_view(web, report)
     if page is not None:
-        outputs.append(page)
+        outputs.insert(0, page)  # closed last: it waits for browsers, and the files of the others must not
     if replay is not None:
         samples = _replayed(samples, stop, page)
     moments = MomentStream(islice(samples, 1) if once else samples)

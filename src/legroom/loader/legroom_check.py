@@ -167,26 +167,18 @@ def check(
         verdict,
         fix=(*_suggest_legroom_loader(demand, batch, machine, verdict), *verdict.fix),
         settings=largest_settings(demand, batch, machine, fitting=fitting) if known or fitting else None,
-        largest_batch=_largest_batch(demand, batch, machine, verdict, tried=trial is not None, known=known),
+        largest_batch=_largest_batch(demand, batch, machine, verdict) if known else None,
         notes=(*verdict.notes, *_notes(demand, measured, data, trial, verdict.need, tries=tries or not here)),
         machine=machine,
         findings=_findings(demand, trial),
     )
 
 
-def _largest_batch(
-    demand: Demand, batch: Batch, machine: Machine, verdict: Plan, *, tried: bool, known: bool
-) -> int | None:
-    """The largest batch size; None: no limit, or unknown because a trial run could not settle this size.
-
-    ``known``: whether the need of other sizes is known.
-    """
-    if tried and verdict.verdict == "unknown":
+def _largest_batch(demand: Demand, batch: Batch, machine: Machine, verdict: Plan) -> int | None:
+    """The largest batch size; None: no limit, or unknown as the verdict is."""
+    if verdict.verdict == "unknown":
         return None
-    fitting = verdict.verdict != "too-big"
-    if not known:
-        return batch.samples if fitting else 0
-    return largest_batch(demand, batch, machine, fitting=fitting)
+    return largest_batch(demand, batch, machine, fitting=verdict.verdict != "too-big")
 
 
 def _findings(demand: Demand, trial: LoaderTrial | None) -> tuple[Finding, ...]:

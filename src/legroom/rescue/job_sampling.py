@@ -165,6 +165,7 @@ class JobSampler:
         levels: dict[str, Level] = {} if shm is None else {"shm": shm}
         pids = self.present = self.pids()
         self.victims.measure(pids)
+        self.shm_files.add_processes(pids)
         if (ram := self._ram.read(str(pids[0]) if pids else "self")) is not None:
             levels["ram"] = ram
         if (swap := self._swap()) is not None:

@@ -134,6 +134,7 @@ class Supervisor:
             if step.stop:
                 for note in removed:
                     self.print_line(note)
+                attempts[-1] = replace(attempts[-1], notes=(*attempts[-1].notes, *removed))
                 if options.retries:
                     self.print_line(say("not retrying: {why}", why=step.why))
                     self._print_failure(attempts)
@@ -222,9 +223,13 @@ class Supervisor:
                 )
             return notes
         if found.older is not None:
-            notes.append(
-                say("{path} is older than this run and is not used; --resume-existing allows it", path=found.older)
+            allowed = (
+                "--resume-existing" if self.options.resume_flag is not None else "--resume-flag, --resume-existing"
             )
+            notes.append(
+                say("{path} is older than this run and is not used; to use it: {options}",
+                    path=found.older, options=allowed)
+            )  # fmt: skip
         else:
             notes.append(say("no complete checkpoint matches {pattern}", pattern=self.options.checkpoint))
         return notes

@@ -143,6 +143,15 @@ def test_the_largest_batch_agrees_with_the_verdict(
     assert (most is None or most >= batch.samples) is fitting
 
 
+def test_a_batch_of_the_whole_dataset_does_not_hide_sizes_that_do_not_fit() -> None:
+    demand, whole = Demand(num_workers=2), replace(batch_of(MB, 600), rows=1000)
+    room = next(room for room in range(1000 * MB, 4000 * MB, 10 * MB) if fits(demand, whole.of(1000), _shm(room)))
+    machine = _shm(room)
+    assert fits(demand, whole, machine) and not fits(demand, whole.of(999), machine)
+    most = largest_batch(demand, whole, machine)
+    assert most is not None and 600 <= most < 999
+
+
 @pytest.mark.parametrize("free", [10 * MB, 240 * MB, 241 * MB])
 def test_the_edge_is_the_need_itself(free: int) -> None:
     exactly = need(LOADER).shm

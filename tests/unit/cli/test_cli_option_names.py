@@ -161,6 +161,14 @@ def test_the_user_s_own_code_is_quoted_as_it_is() -> None:
     assert error.why == "DataLoader(data, num_workers=2): num_workers=2" and error.fix == ("--workers 0",)
 
 
+def test_the_user_s_own_command_is_quoted_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["run", "--", "python train.py checkpoint=last.ckpt loader=legroom"]) == 127
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "checkpoint=last.ckpt loader=legroom" in shown and "--checkpoint last" not in shown
+    assert run(["run", "--flag", "loader=legroom", "--", "true"]) == 2
+    assert "'loader=legroom'" in capsys.readouterr().err
+
+
 def test_the_error_of_a_node_names_options_too() -> None:
     error = NodeError("missing-key", "keys=['a'] selects nothing", "", ("omit keys= to load everything",))
     fields = dict.fromkeys(inspect.signature(NodeLoad).parameters)

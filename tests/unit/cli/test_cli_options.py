@@ -42,7 +42,6 @@ REPLAY = ("watch", "--replay", "run.jsonl")
         (REPLAY, "--replay", ("--interval", "2s")),
         (REPLAY, "--replay", ("--root", "/host")),
         (REPLAY, "--replay", ("--prometheus",)),
-        ((*REPLAY, "--plot", "run.svg"), "--plot", ("--top", "3")),
         (("watch", "--once"), "--once", ("--prometheus",)),
         (("watch", "--once"), "--once", ("--web",)),
         (("watch", "--json"), "--json", ("--top", "3")),
@@ -92,6 +91,7 @@ def test_an_option_without_effect_beside_another_is_refused(
             "--resume-existing needs --resume-flag",
         ),
         (("run", "--fresh", "--", "true"), "--fresh needs --retries"),
+        ((*REPLAY, "--plot", "run.svg", "--top", "3"), "--top needs --plain"),
     ],
 )
 def test_an_option_without_effect_alone_is_refused(

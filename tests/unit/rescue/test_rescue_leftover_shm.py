@@ -69,15 +69,29 @@ def test_what_the_job_used_is_removed_when_nobody_uses_it_any_more(made: list[Pa
     assert files.remove() == 0
 
 
-def test_a_torch_file_names_its_creator(made: list[Path]) -> None:
-    files = JobShmFiles(Host())
+def test_a_torch_file_names_its_creator(made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    monkeypatch.setattr(type(host), "link", lambda _, path: {"/proc/self/ns/pid": "pid:[4026531836]"}.get(path))
+    files = JobShmFiles(host)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         pass
+    files.add_processes([ended.pid])
     mine = make(made, unique(f"torch_{ended.pid}_"))
     theirs = make(made, unique(f"torch_{2**22 + 1}_"))
-    files.update(lambda: [ended.pid])
-    files.remove()
-    assert not mine.exists() and theirs.exists()
+    cache = make(made, unique("torch_cache_"))
+    assert files.remove() == 8192  # also one that came after the last sample
+    assert not mine.exists() and theirs.exists() and cache.exists()
+
+
+def test_in_a_container_a_pid_in_a_name_proves_nothing(made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    monkeypatch.setattr(type(host), "link", lambda _, path: {"/proc/self/ns/pid": "pid:[4026532000]"}.get(path))
+    files = JobShmFiles(host)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        pass
+    files.add_processes([ended.pid])
+    theirs = make(made, unique(f"torch_{ended.pid}_"))
+    assert files.remove() == 0 and theirs.exists()
 
 
 def test_a_file_whose_user_comes_later_is_looked_up_again(made: list[Path]) -> None:
