@@ -164,7 +164,7 @@ test-torch-suite: ## torch's own tests of its DataLoader with ours: TORCH_TESTS=
 
 # The peers want packages of their own versions: they have an environment to themselves, each if it can be had. The last
 # three require other versions of numpy or torch than the pinned ones, and are installed without their requirements.
-STREAMING := Brotli zstd python-snappy catalogue oci paramiko azure-storage-blob azure-storage-file-datalake \
+STREAMING := transformers Brotli zstd python-snappy catalogue oci paramiko azure-storage-blob azure-storage-file-datalake \
     azure-identity google-cloud-storage
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)

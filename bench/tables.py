@@ -94,7 +94,10 @@ SECTIONS = (
         "Trainers that share workers (share=)",
         "Four trainers, two workers, batches of 16. *work* is 5 ms of CPU time per sample. *No work* copies 600 kB per "
         "sample, *small samples* 49 kB. Each trainer counts its batches in the same seconds, after the producer has "
-        "started. TensorSocket 0.0.5 without a GPU copies the bytes of each batch into a message for each consumer.",
+        "started. TensorSocket 0.0.5 without a GPU copies the bytes of each batch into a message for each consumer. "
+        "A run of 2026-11-18, beside other programs, gave the same ratios for *work* (3.93, 0.98 and 0.99). Without "
+        "work one trainer with share= reached 0.91 of one without (0.93 by CPU time): share= costs some microseconds "
+        "per batch.",
     ),
     (
         "stream",
