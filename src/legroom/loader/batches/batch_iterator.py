@@ -16,6 +16,8 @@ Prefetching pays where both sides take time. For a consumer that does nothing wi
 of 12 MB): another buffer is filled, which is not in the CPU cache. A consumer whose step takes as long as the copy
 gains half. So both times are measured, in every loop anew; of a consumer that takes less time than starting a thread,
 for two batches in ten.
+
+Such a fast consumer gets small batches in groups, gathered together: 13 kB take 3 us instead of 8.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -129,11 +132,14 @@ class Batches:
             self._begins_next_epoch = self._begins_next_epoch and upcoming is None
             order = self._orders.take(position.epoch) if self._orders is not None else None
             upcoming = _EpochBatches(self.sampler, order, position, self._chosen)
-        gatherer = self._gatherer
+        gatherer, group = self._gatherer, None
         if isinstance(gatherer, HostGatherer):
-            gatherer = Prefetcher(gatherer, gatherer.gather_on_one_core)
+            prefetcher = Prefetcher(gatherer, gatherer.gather_on_one_core)
+            if gatherer.group > 1 and self._settings.transform is None:
+                group = partial(_gather_group, upcoming, gatherer, prefetcher)
+            gatherer = prefetcher
         begin_next = self._begin_next_epoch if self._begins_next_epoch else None
-        return _Loop(upcoming, gatherer, self._settings.transform, self._progress, self._orders, begin_next)
+        return _Loop(upcoming, gatherer, self._settings.transform, self._progress, self._orders, begin_next, group)
 
     def _begin_next_epoch(self, epoch: int) -> _EpochBatches | None:
         """The batches of the epoch after this one, if its order is known: the next loop probably wants them."""
@@ -194,6 +200,7 @@ class _EpochBatches:
         self._before = sampler.rank * sampler.batch_size  # rows of a step that other ranks get before this one
         self._last_whole = sampler.rows - self._step if order is not None else -1
         self.next: deque[tuple[int, NDArray]] = deque()  # the position after a batch, and its rows
+        self.ready: deque[tuple[int, Batch]] = deque()  # the position after a batch of a group, and the batch
 
     def add(self) -> bool:
         """Add the batch after the last one; False: the epoch has no more."""
@@ -210,13 +217,35 @@ class _EpochBatches:
         self.next.append((step.after, self._rows_of(step)))
         return True
 
+    def gather_group(self, gatherer: HostGatherer) -> bool:
+        """Gather the next whole batches together into ``ready``; False: there are fewer than two."""
+        at, step = self._after, self._step
+        count = min(gatherer.group, (self.rows - at) // step)
+        if self.next or count < 2:
+            return False
+        rows = self._rows_between(at, at + count * step)
+        if step != self._size:
+            rows = rows.reshape(count, step)[:, self._before : self._before + self._size].reshape(-1)
+        batches = gatherer.gather_group(rows, self._size)
+        ready = deque(zip(range(at + step, at + count * step + 1, step), batches, strict=True))
+        self.ready, self._after = ready, at + count * step  # no call in between, which Ctrl-C could interrupt
+        return True
+
     def _rows_of(self, step: SampledBatch) -> NDArray:
-        if self._order is not None and step.last <= len(self._order):
-            return self._order[step.first : step.last]
-        positions = np.arange(step.first, step.last, dtype=np.int64) % self._sampler.rows
+        return self._rows_between(step.first, step.last)
+
+    def _rows_between(self, first: int, last: int) -> NDArray:
+        if self._order is not None and last <= len(self._order):
+            return self._order[first:last]
+        positions = np.arange(first, last, dtype=np.int64) % self._sampler.rows
         if self._order is not None:
             return self._order[positions]
         return positions if self._chosen is None else self._chosen.at(positions)
+
+
+def _gather_group(upcoming: _EpochBatches, gatherer: HostGatherer, prefetcher: Prefetcher) -> bool:
+    """Gather the next batches together if their consumer is fast."""
+    return prefetcher.consumer_is_fast() and upcoming.gather_group(gatherer)
 
 
 class _Loop:
@@ -230,23 +259,32 @@ class _Loop:
         progress: _EpochProgress,
         orders: EpochOrders | None,
         begin_next_epoch: Callable[[int], _EpochBatches | None] | None,
+        gather_group: Callable[[], bool] | None,
     ) -> None:
         # The batch that is returned next, and those that are prefetched behind it.
         self._upcoming, self._gatherer = upcoming, gatherer
         self._transform, self._progress, self._orders = transform, progress, orders
-        self._begin_next_epoch = begin_next_epoch
+        self._begin_next_epoch, self._gather_group = begin_next_epoch, gather_group
         self._half = (upcoming.rows + 1) // 2 if orders is not None else sys.maxsize  # rows: the next order is prepared
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        upcoming = self._upcoming.next
+        ready = self._upcoming.ready
+        if ready:  # little is done here: the batches of a group are small
+            self._progress.given_out = ready[0][0]
+            if step_callbacks.listeners:
+                step_callbacks.batch_taken()
+            return ready.popleft()[1]
+        if self._gather_group is not None and self._gather_group():
+            self._prepare_next_order(self._upcoming.ready[-1][0])
+            return self.__next__()
+        upcoming, gatherer = self._upcoming.next, self._gatherer
         if not upcoming and not self._upcoming.add():
             self._progress.done = True
             raise StopIteration
         after, rows = upcoming[0]
-        gatherer = self._gatherer
         batch: Any = gatherer.gather(rows)
         if gatherer.ahead:
             self._prefetch(gatherer.ahead)
@@ -254,13 +292,17 @@ class _Loop:
             # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
         self._progress.given_out = after
-        if after >= self._half and self._orders is not None:
-            self._half = sys.maxsize
-            self._orders.prepare(self._progress.epoch + 1)
+        self._prepare_next_order(after)
         upcoming.popleft()
         if step_callbacks.listeners:
             step_callbacks.batch_taken()
         return batch
+
+    def _prepare_next_order(self, after: int) -> None:
+        """Have the order of the next epoch computed once half of this one is given out."""
+        if after >= self._half and self._orders is not None:
+            self._half = sys.maxsize
+            self._orders.prepare(self._progress.epoch + 1)
 
     def _prefetch(self, ahead: int) -> None:
         """Begin batches until as many are ahead as the gatherer takes, in the next epoch too where that is known.
@@ -471,7 +513,7 @@ _HANDOVER = 1e-4  # seconds: starting a thread and waiting for it
 _COLDER = 0.25  # of a copy's time: the cost of filling a third buffer, which is not in the CPU cache
 _LEAST_MEASURED = 3  # batches
 _REMEMBERED = 9
-_UNMEASURED = 8  # batches between two measurements of a fast consumer: each takes a third of a microsecond
+_UNMEASURED = 8  # batches or groups between two measurements of a fast consumer: each takes a third of a microsecond
 
 
 def prefetch_pays(gathering: float, consuming: float) -> bool:
@@ -521,6 +563,13 @@ class Prefetcher:
         if is_fast:
             self._unmeasured, self._returned = _UNMEASURED, None
         return batch
+
+    def consumer_is_fast(self) -> bool:
+        """Whether the last measurement says so. After some calls the next batch is measured again."""
+        if not self._unmeasured:
+            return False
+        self._unmeasured -= 1
+        return True
 
     def _is_slow(self, seconds: float) -> bool:
         """Whether this time of the consumer, or one of the last nine, was longer than a hand-over."""
