@@ -185,19 +185,19 @@ def test_a_group_that_is_interrupted_is_repeated(data: Data, monkeypatch: pytest
     assert found == permutation(ROWS, 0, 0).tolist() and interruptions == 3
 
 
-def test_the_next_order_is_prepared_by_a_group_that_reaches_the_middle(
+def test_the_next_order_is_prepared_when_the_middle_is_given_out(
     data: Data, groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_iterator, "_LEAST_PREPARED", 10)
-    prepared: list[int] = []
+    prepared: list[tuple[int, Any]] = []
     prepare = batch_iterator.EpochOrders.prepare
 
     def counted(self: batch_iterator.EpochOrders, epoch: int) -> None:
-        prepared.append(epoch)
+        prepared.append((epoch, batches.state_dict()["position"]))
         prepare(self, epoch)
 
     monkeypatch.setattr(batch_iterator.EpochOrders, "prepare", counted)
     batches = data.batches(2, shuffle=True)
     for epoch in range(3):
         assert flat(labels(batches)) == permutation(ROWS, 0, epoch).tolist()
-    assert prepared == [1, 2, 3]
+    assert prepared == [(1, 50), (2, 50), (3, 50)]

@@ -273,12 +273,13 @@ class _Loop:
     def __next__(self) -> Any:
         ready = self._upcoming.ready
         if ready:  # little is done here: the batches of a group are small
-            self._progress.given_out = ready[0][0]
+            self._progress.given_out = after = ready[0][0]
+            if after >= self._half:
+                self._prepare_next_order()
             if step_callbacks.listeners:
                 step_callbacks.batch_taken()
             return ready.popleft()[1]
         if self._gather_group is not None and self._gather_group():
-            self._prepare_next_order(self._upcoming.ready[-1][0])
             return self.__next__()
         upcoming, gatherer = self._upcoming.next, self._gatherer
         if not upcoming and not self._upcoming.add():
@@ -292,16 +293,17 @@ class _Loop:
             # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
         self._progress.given_out = after
-        self._prepare_next_order(after)
+        if after >= self._half:
+            self._prepare_next_order()
         upcoming.popleft()
         if step_callbacks.listeners:
             step_callbacks.batch_taken()
         return batch
 
-    def _prepare_next_order(self, after: int) -> None:
-        """Have the order of the next epoch computed once half of this one is given out."""
-        if after >= self._half and self._orders is not None:
-            self._half = sys.maxsize
+    def _prepare_next_order(self) -> None:
+        """Have the order of the next epoch computed: half of this one is given out."""
+        self._half = sys.maxsize
+        if self._orders is not None:
             self._orders.prepare(self._progress.epoch + 1)
 
     def _prefetch(self, ahead: int) -> None:
