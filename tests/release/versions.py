@@ -51,7 +51,7 @@ WITH_TORCH = (
     "tests/contract/test_contract_batches.py",
     "tests/contract/test_contract_dataloader.py",
     *(f"tests/unit/loader/test_{name}.py" for name in (
-        "batches_buffers", "batches_iterator", "batches_windows", "dataloader", "dataloader_nested_collate", "stream",
+        "batches_buffers", "batches_groups", "batches_iterator", "batches_windows", "dataloader", "dataloader_nested_collate", "stream",
         "stream_errors", "stream_formats", "stream_rank_and_worker_shards", "stream_torch",
     )),
 )  # fmt: skip

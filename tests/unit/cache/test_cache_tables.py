@@ -272,7 +272,7 @@ def test_a_table_outlives_the_name_of_its_entry(shm: Path, tmp_path: Path, shard
 def test_rows_of_several_record_batches_are_not_joined(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, disabled: bool
 ) -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     if disabled:
         monkeypatch.setenv("LEGROOM_DISABLE", "1")
@@ -313,6 +313,7 @@ def test_rows_of_several_record_batches_are_not_joined(
 def test_columns_that_arrow_converts_are_joined(shm: Path, tmp_path: Path) -> None:
     days = pa.chunked_array([pa.array([1, 2], pa.date32()), pa.array([3], pa.date32())])
     ipc(pa.table({"day": days}), tmp_path / "days.arrow")
+    pytest.importorskip("torch")
     with legroom.open(tmp_path / "days.arrow") as data:
         assert data.rows_of("day").tolist() == data["day"].tolist()
         assert len(data.dataset("day")) == 3
