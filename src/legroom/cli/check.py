@@ -44,9 +44,9 @@ from legroom.system.argument_checks import check_integer
 @click.option(
     "--share",
     is_flag=True,
-    help="Test whether several runs can share one set of workers, instead of predicting memory: load the same batches "
-    "in two processes and list those that differ, for example because of unseeded random augmentation. Needs "
-    "--dataset.",
+    help="Do not predict memory. Test whether several runs can share one set of workers, for which all must load the "
+    "same batches: load them in two processes and list those that differ, for example because of unseeded random "
+    "augmentation. Needs --dataset.",
 )
 @click.option(
     "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"

@@ -34,7 +34,7 @@ COMMANDS = {
     "doctor": phrase("Check the memory limits on this machine and suggest fixes."),
     "plan": phrase(
         "Estimate the /dev/shm and RAM that your jobs need, and how many jobs fit. RAM is complete only with "
-        "--measure, --match or --process-ram; GPU memory is checked only with --gpu-memory."
+        "--measure, --match, or --process-ram and --params; GPU memory is checked only with --gpu-memory."
     ),
     "check": phrase("Predict whether a DataLoader fits in the free /dev/shm and RAM; print settings that fit."),
     "tune": phrase(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
     """Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders.
 
-    These are user names, host names, addresses, tokens and the names of data files. The file contains what
+    Replaced are user names, host names, addresses, tokens and the names of data files. The file contains what
     legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache entries; --log, --run and
     --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
     """

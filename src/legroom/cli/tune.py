@@ -90,8 +90,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--last",
     is_flag=True,
-    help="Print, without measuring, the settings that --benchmark last found for this dataset in this directory. Can "
-    "be combined only with --emit and its options, --params and --json.",
+    help="Print, without measuring, the settings that --benchmark last found for this dataset in this directory. "
+    "Besides --dataset, only --params, --json, and --emit with its options can be given with it.",
 )
 @click.option(
     "--emit",
