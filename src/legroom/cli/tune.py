@@ -150,6 +150,7 @@ def command(
     """
     from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import legroom_tune
+    from legroom.loader.tune.remembered_settings import last_named
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.memory import memory, ram_pool
 
@@ -158,7 +159,7 @@ def command(
         Shape(params, ranks)  # an error before anything is measured
     if last:
         refuse_beside("last", _MEASURING if params is not None else _MEASURING | {"ranks"})
-        found = legroom_tune.last_named(spec)
+        found = last_named(spec)
         if found is None:
             click.echo(
                 say("no settings stored for {spec} in this directory; tune --benchmark stores them", spec=spec),

@@ -23,7 +23,7 @@ from legroom.loader.measure import dataloader_trial, dataset_samples, memory_gua
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import contents_of
 from legroom.loader.measure.measure_dataset_in_child import measure_dataset
-from legroom.loader.tune.legroom_tune import key_of
+from legroom.loader.tune.remembered_settings import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4

@@ -2,6 +2,7 @@
 
     import_dataset             imports a dataset by its name; its length and kind
     dataset_samples            loads a few samples; bytes in a sample or a batch
+    unchanged_random_state     restores random, numpy and torch after a measurement, so that a seeded run is the same
     dataset_bytes_and_seconds  measures a dataset and its collate function in this process
     measure_dataset_in_child   the same in a child process that may crash
     dataloader_throughput      throughput of a DataLoader, cost of sending a batch, time of a training step
