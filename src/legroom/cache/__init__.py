@@ -10,6 +10,7 @@ Open and find:
 Build:
     elect_builder_and_publish  one process builds, the others wait; publish the entry
     plan_entry_files           which files to write, and where their bytes lie in the sources
+    join_sources               several sources as one dataset; refuses sources that do not match
     write_entry_files          hash, allocate, copy or decode in threads; progress
     download                   a remote object as a file that fills while it is read; resume
     downloads_in_store         downloads in a store: where they are, who works on them, their room

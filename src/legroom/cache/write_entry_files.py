@@ -24,9 +24,10 @@ from legroom.cache import mmap_huge_pages_crc32, source_identity
 from legroom.cache.capacity import BuildNeed
 from legroom.cache.downloads_in_store import Fetched
 from legroom.cache.find_or_build_entry import OpenRequest
+from legroom.cache.join_sources import Piece
 from legroom.cache.manifest import Array, Table, stamp_of
 from legroom.cache.mmap_huge_pages_crc32 import Part, grouped, interleaved, read_at, write_all, write_parts
-from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, Piece, SourceLayout, TableTarget, decoding_bytes
+from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, SourceLayout, TableTarget, decoding_bytes
 from legroom.cache.source_identity import Source, source_changed_error, source_gone_error
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step

@@ -13,7 +13,7 @@ from legroom.cache.download import PIECE
 from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
 from legroom.integrations import ray_cluster_commands
-from legroom.integrations.ray_node_actor import signature
+from legroom.integrations.ray_node_send_and_receive import signature
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from object_server import object_server
 
