@@ -11,8 +11,9 @@ Files:
     log_patterns             table of failure messages of Python, torch, CUDA, schedulers, kernels
     failure_messages_in_log  failure messages and tracebacks at the end of a log; which of them count
     verdict                  which memory pool ran out, and the fixes
-    verdict_from_exit        rules on OOM counters, signals and exit statuses
-    verdict_from_log         rules on what the program printed
+    verdict_from_exit        rules on OOM counters, swapping, signals and exit statuses
+    verdict_of_bus_error     a full /dev/shm, a full disk or a truncated file
+    verdict_from_log         rules on what the program printed: an error names what ran out
     retry_settings           find settings on a command line, choose what to lower for the next attempt, rewrite them
     newest_checkpoint        the newest complete checkpoint
     run_report               the report as JSON and HTML

@@ -11,7 +11,8 @@
     batch_window_and_late_joiners  which batches are kept, who waits for whom, when a slow trainer is let go
     assign_gpu_ring_copies         which trainer copies a batch to a GPU, and which read that copy
     producer_messages              messages and descriptors between a trainer and the producer
-    group_folder                   the sockets, locks and logs of all groups of a user
+    group_folder                   the sockets and locks of all groups of a user
+    producer_log                   what the producer and its workers print: kept short
     group_settings                 what must be equal in a group
     content_digest                 digests of samples, batches and functions that are equal in different processes
     seeding                        order and random numbers as functions of the group's seed, the epoch and the batch
