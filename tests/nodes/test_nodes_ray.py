@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import secrets
 import subprocess
 import sys
 import time
@@ -182,6 +183,7 @@ def test_a_program_of_another_cluster_is_refused(nodes: ray_rig.Cluster) -> None
     assert nodes.token not in done.stdout + done.stderr and "0" * 64 not in done.stdout + done.stderr
 
 
+PASSWORD = secrets.token_hex(8)  # in no file: below /tmp a node sees the clone with this test, too
 SECRET = """
 import dataclasses, json, os
 from legroom.integrations.ray_cluster_commands import connect, drop, entries, warm
@@ -196,7 +198,7 @@ def test_a_password_in_a_url_is_nowhere_on_the_nodes(
     nodes: ray_rig.Cluster, server: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in process titles while they load, in stores, in Ray's logs, in results, in errors or in a report."""
-    monkeypatch.setenv("PLANTED", server.url("x.npy", "me:sesame@"))
+    monkeypatch.setenv("PLANTED", server.url("x.npy", f"me:{PASSWORD}@"))
     titles: set[str] = set()
 
     def look(method: str, _: int) -> None:
@@ -211,13 +213,13 @@ def test_a_password_in_a_url_is_nowhere_on_the_nodes(
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     assert [one["state"] for one in answers] == ["loaded"] * 4 + ["ok"] * 4 + ["failed"] * 4, answers
-    assert any("NodeLoader" in title for title in titles) and "sesame" not in "".join(titles)
-    assert "sesame" not in done.stdout + done.stderr
+    assert any("NodeLoader" in title for title in titles) and PASSWORD not in "".join(titles)
+    assert PASSWORD not in done.stdout + done.stderr
     for node in nodes.nodes:
         places = ["/dev/shm", "/tmp", "/var/tmp"]  # each node's own: the stores and Ray's logs
-        found = subprocess.run(node.run(["grep", "-rlaF", "sesame", *places]), capture_output=True, text=True)
+        found = subprocess.run(node.run(["grep", "-rlaF", PASSWORD, *places]), capture_output=True, text=True)
         assert found.returncode == 1 and not found.stdout, found
         same = subprocess.run(node.run(["grep", "-rlaF", "x.npy", "/dev/shm"]), capture_output=True, text=True)
         assert same.returncode == 0, same  # the URL without its password is there: its entry's manifest
     report = nodes.on_head([sys.executable, "-m", "legroom", "report", "--show"])
-    assert report.returncode == 0 and report.stdout and "sesame" not in report.stdout + report.stderr
+    assert report.returncode == 0 and report.stdout and PASSWORD not in report.stdout + report.stderr

@@ -12,10 +12,16 @@ from typing import Any
 
 import click
 
-from legroom.cli.options import DURATION, require_options
+from legroom.cli.options import DURATION
 from legroom.cli.text_layout import width
 from legroom.errors import BadLimit, UsageError
 from legroom.messages import listed, say
+
+# Options that have no effect without another one.
+_NEEDS = (
+    ("resume_flag", "retries"), ("resume_existing", "retries"), ("fresh", "retries"),
+    ("resume_flag", "checkpoint"), ("resume_existing", "resume_flag"),
+)  # fmt: skip
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -132,12 +138,10 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             raise BadLimit(refused.what, why=refused.why, fix=(fix,)) from refused
     if options["leak"] and quiet and not as_json:
         raise click.UsageError(say("--leak cannot be combined with --quiet, unless --json is given"))
-    if not options["retries"]:
-        for name in ("resume_flag", "resume_existing", "fresh"):
-            if options[name]:
-                option = "--" + name.replace("_", "-")
-                raise click.UsageError(say("{option} needs {other}", option=option, other="--retries"))
-    require_options({"resume_flag": ("checkpoint",), "resume_existing": ("resume_flag",)})
+    for name, other in _NEEDS:
+        if options[name] and not options[other]:
+            needs = {"option": f"--{name.replace('_', '-')}", "other": f"--{other.replace('_', '-')}"}
+            raise click.UsageError(say("{option} needs {other}", **needs))
     run_options = RunOptions(
         command=words,
         retries=options["retries"],

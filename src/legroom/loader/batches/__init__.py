@@ -1,7 +1,8 @@
 """``legroom.open`` and ``data.batches``: batches gathered from the shared copy, without worker processes.
 
 legroom_open           legroom.open and the Data that it returns
-batch_iterator         Batches: the loop, epochs, state_dict; gathers the next batch in a thread where that saves time
+batch_iterator         Batches: the loop and its epochs; gathers the next batch in a thread where that saves time
+state_dict             the state of a loop over batches, which is checked when it is loaded
 batch_settings         checks the arguments of data.batches, selects the columns, chooses the path (cpu, cuda-kernel, …)
 cpu_gather             copies rows into batches on the CPU: threads, reused buffers
 cuda_calls_for_gather  the calls to torch.cuda and the CUDA runtime that the gatherers need

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import pairwise
 from math import prod
@@ -70,7 +70,10 @@ class HostGatherer:
     ahead = 1
 
     def __init__(self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None) -> None:
-        self._takers = [(name, _taker(column, batch_size, tensor)) for name, column in columns.items()]
+        self.group = _group(columns.values(), batch_size)  # how many batches ``gather_group`` gathers at the most
+        self._takers = [
+            (name, _taker(column, batch_size, self.group), _wrapper(column, tensor)) for name, column in columns.items()
+        ]
 
     @property
     def why(self) -> str:
@@ -78,13 +81,26 @@ class HostGatherer:
 
     def gather(self, rows: NDArray) -> Batch:
         batch = {}  # not a comprehension, which is a call of its own: small batches notice
-        for name, take in self._takers:
-            batch[name] = take(rows, False)
+        for name, take, wrap in self._takers:
+            batch[name] = wrap(take(rows, False))
         return batch
+
+    def gather_group(self, rows: NDArray, size: int) -> list[Batch]:
+        """The batches of ``size`` rows each by one copy of each column: calling numpy takes as long as a small copy.
+
+        Each batch has tensors and storages of its own. The memory of a group is free when its last batch is dropped.
+        """
+        firsts = range(0, len(rows), size)
+        batches: list[Batch] = [{} for _ in firsts]
+        for name, take, wrap in self._takers:
+            together = take(rows, True)
+            for batch, first in zip(batches, firsts, strict=True):
+                batch[name] = wrap(together[first : first + size])
+        return batches
 
     def gather_on_one_core(self, rows: NDArray) -> Batch:
         """The same with one thread, because the consumer works at the same time, perhaps on all other cores."""
-        return {name: take(rows, True) for name, take in self._takers}
+        return {name: wrap(take(rows, True)) for name, take, wrap in self._takers}
 
     def begin(self, rows: NDArray) -> None:
         """Nothing: batch_iterator.py decides whether a thread pays."""
@@ -93,40 +109,65 @@ class HostGatherer:
         """Nothing: buffers are freed with the last batch."""
 
 
-def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | None) -> Callable[[NDArray, bool], Any]:
+_MOST_GROUPED = 256 << 10  # bytes of the batches that are gathered by one call: they stay in a core's cache
+_LARGEST_GROUP = 16
+
+
+def _group(columns: Iterable[Column], batch_size: int) -> int:
+    """How many batches of these columns to gather at once; 1 where a batch is large or its rows are Python objects."""
+    row = 0
+    for column in columns:
+        if not isinstance(column, np.ndarray):
+            return 1
+        row += prod(column.shape[1:]) * column.itemsize
+    return max(1, min(_LARGEST_GROUP, _MOST_GROUPED // max(1, row * batch_size)))
+
+
+Taker = Callable[[NDArray, bool], Any]  # row numbers, and whether to use one core only; gives an array, or a list
+
+
+def _wrapper(column: Column, tensor: Callable[[NDArray], Any] | None) -> Callable[[Any], Any]:
+    """What makes the value of a batch from the rows that were taken."""
     kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
     wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
+    if not isinstance(column, Ragged):
+        return wrap
+    return _unchanged if column.text else lambda rows: [wrap(row) for row in rows]
+
+
+def _taker(column: Column, batch_size: int, group: int) -> Taker:
     if isinstance(column, Ragged):
-        return partial(_rows, column, wrap)
+        return partial(_rows, column)
     if isinstance(column, ColumnChunks):
-        chunks = column
-        return lambda rows, one_core: wrap(chunks.take(rows))
+        return lambda rows, one_core: column.take(rows)
     if not column.flags.c_contiguous and column.nbytes:
-        return _window_taker(column, wrap)
-    take = _ArrayTaker(column, min(batch_size, len(column)))
-    return lambda rows, one_core: wrap(take(rows, one_core))
+        return _window_taker(column)
+    return _ArrayTaker(column, min(batch_size, len(column)), group)
 
 
 class _ArrayTaker:
     """The rows of one array, as bytes."""
 
-    def __init__(self, column: NDArray, most: int) -> None:
+    def __init__(self, column: NDArray, most: int, group: int) -> None:
         self._shape, self._dtype = column.shape[1:], column.dtype
         self._row = prod(self._shape) * column.itemsize
         self._bytes = column.reshape(len(column), prod(self._shape)).view(np.uint8) if self._row else None
         self._copier = None if self._bytes is None else RowCopier(self._bytes)
+        self._most = most
         self._buffers = BufferPool(most * self._row)
+        self._of_groups = BufferPool(most * group * self._row)
 
     def __call__(self, rows: NDArray, one_core: bool) -> NDArray:
         shape = (len(rows), *self._shape)
         if self._copier is None:
             return np.empty(shape, self._dtype)
-        out = self._buffers.take(len(rows) * self._row)
+        buffers = self._buffers if len(rows) <= self._most else self._of_groups
+        out = buffers.take(len(rows) * self._row)
         self._copier.copy(rows, out.reshape(len(rows), self._row), one_core=one_core)
         return out.view(self._dtype).reshape(shape)
 
 
-def _window_taker(column: NDArray, wrap: Callable[[NDArray], Any]) -> Callable[[NDArray, bool], Any]:
+def _window_taker(column: NDArray) -> Taker:
     """Takes rows that overlap or have gaps between them: windows of tokens.
 
     ``numpy.take`` would first copy the whole column. Indexing rows as single items is as fast as ``take`` on a column
@@ -136,14 +177,14 @@ def _window_taker(column: NDArray, wrap: Callable[[NDArray], Any]) -> Callable[[
     items = column.reshape(len(column), elements).view(f"V{elements * column.itemsize}")[:, 0]
     # A type with the shape of a row: one view makes an array of rows from items, which small batches notice.
     row = np.dtype((column.dtype, column.shape[1:]))
-    return lambda rows, one_core: wrap(items[rows].view(row))
+    return lambda rows, one_core: items[rows].view(row)
 
 
-def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
+def _rows(column: Ragged, rows: NDArray, one_core: bool) -> list[Any]:
     """Rows of different lengths: a list of arrays (copies: the originals are shared), or of strings."""
     if column.text:
         return [column[row] for row in rows.tolist()]
-    return [wrap(column[row].copy()) for row in rows.tolist()]
+    return [column[row].copy() for row in rows.tolist()]
 
 
 def _unchanged(array: NDArray) -> NDArray:
