@@ -81,10 +81,12 @@ def test_every_command_has_help_json_a_page_and_a_file(verb: str) -> None:
         ("tune", "--world-size", "--ranks"),
     ],
 )
-def test_earlier_names_of_options_are_accepted(verb: str, shown: str, earlier: str) -> None:
+def test_earlier_names_of_options_are_accepted_and_not_in_the_help(verb: str, shown: str, earlier: str) -> None:
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
     assert [one.opts for one in command.params if earlier in one.opts] == [[shown, earlier]]
+    text = command.get_help(click.Context(command))
+    assert f"  {shown} " in text and earlier not in text
 
 
 def test_every_package_has_a_map_of_its_modules() -> None:

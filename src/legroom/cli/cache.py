@@ -34,7 +34,7 @@ def command() -> None:
 
     Every subcommand has --json. FILE is the path or URL that was loaded. ID is the hash that legroom cache list
     prints, or a unique prefix of it. NAME is the name of an object that a script put into the cache with
-    legroom.freeze(..., name=NAME).
+    legroom.freeze(..., name=NAME), which makes a shared read-only copy.
     """
 
 
@@ -162,10 +162,10 @@ def info(what: tuple[str, ...], as_json: bool) -> None:
 )
 @_json
 def drop(what: tuple[str, ...], everything: bool, force: bool, as_json: bool) -> int:
-    """Remove entries, or all unused ones with --all.
+    """Remove entries; with --all, every unused entry.
 
-    Without --force, an entry in use is kept, and the exit status is 1. It is also 1 if a FILE, ID or NAME is not
-    loaded; the other entries are removed.
+    Without --force, entries in use are kept. Exits 1 if an entry was kept, or if a FILE, ID or NAME is not loaded; the
+    other entries are removed.
     """
     from legroom.cache.drop_and_gc import drop as remove
 
@@ -194,8 +194,8 @@ def drop(what: tuple[str, ...], everything: bool, force: bool, as_json: bool) ->
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
     """Remove files left by dead processes.
 
-    With --free, --older or --stale, also removes entries that are not in use. With --free, exits 1 if not enough space
-    could be freed.
+    With --free, --older or --stale, also removes entries that are not in use. Exits 1 if --free could not free enough
+    space.
     """
     from legroom.cache.drop_and_gc import gc as collect
 

@@ -38,13 +38,15 @@ from legroom.system.argument_checks import check_integer
 @click.option(
     "--collate",
     metavar="MODULE:FUNCTION",
-    help="collate_fn (with --dataset). Default: that of the DataLoader if --dataset is one, otherwise torch's default.",
+    help="collate_fn (with --dataset). Default: if --dataset names a DataLoader, its collate_fn; otherwise torch's "
+    "default.",
 )
 @click.option(
     "--share",
     is_flag=True,
-    help="Do not predict memory; test whether several runs can share one set of workers (with --dataset): load the "
-    "same batches in two processes and list those that differ, for example because of unseeded random augmentation.",
+    help="Test whether several runs can share one set of workers, instead of predicting memory: load the same batches "
+    "in two processes and list those that differ, for example because of unseeded random augmentation. Needs "
+    "--dataset.",
 )
 @click.option(
     "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
@@ -53,7 +55,7 @@ from legroom.system.argument_checks import check_integer
     "--process-ram",
     type=SIZE,
     metavar="SIZE",
-    help="RAM of each rank without batches and parameters. If the measured value is larger, that one is used.  "
+    help="RAM per rank, not counting batches and parameters. The larger of this and the measured value is used.  "
     "[default: measured, else 0]",
 )
 @click.option(
@@ -99,9 +101,9 @@ def command(
 ) -> int:
     """Predict whether a DataLoader fits in the free /dev/shm and RAM; print what runs out and settings that fit.
 
-    Give the samples with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. If torch is installed, a child
-    process runs a DataLoader with these settings for some seconds and measures its memory. With --data or
-    --sample-bytes, it loads dummy tensors as large as your samples.
+    Describe the samples with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. If torch is installed, a
+    child process runs a DataLoader with these settings for a few seconds and measures its memory use. With --data or
+    --sample-bytes, this DataLoader loads dummy tensors as large as your samples.
 
     To count a model in host RAM, give --params. For other RAM of the training process, give --process-ram. GPU memory
     is not predicted.

@@ -1,4 +1,4 @@
-"""`legroom doctor`: diagnose memory limits on this machine; its text and JSON output."""
+"""`legroom doctor`: check the memory limits on this machine; its text and JSON output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
 from legroom.advice.safe_settings_for_doctor import safe_settings
-from legroom.cli.options import refuse_beside
+from legroom.cli.options import WithEarlierNames, refuse_beside
 from legroom.cli.pool_usage_bar import pool_line
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, shorten
 from legroom.errors import LegroomError
@@ -32,7 +32,15 @@ _MOST_HOLDERS = 5
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plain", is_flag=True, help="Print plain text without bars, for screen readers.")
-@click.option("--pid", "--job", "job", type=int, metavar="PID", help="Also inspect this process and its children.")
+@click.option(
+    "--pid",
+    "--job",
+    "job",
+    cls=WithEarlierNames,
+    type=int,
+    metavar="PID",
+    help="Also inspect this process and its children.",
+)
 @click.option(
     "--match", metavar="REGEX", help="Also inspect every process whose command line matches REGEX, and its children."
 )
@@ -40,7 +48,7 @@ _MOST_HOLDERS = 5
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
 )
 def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
-    """Diagnose memory limits on this machine and print fixes.
+    """Check the memory limits on this machine and suggest fixes.
 
     Changes nothing on the machine and needs no privileges. Exits 1 if a finding is critical.
     """

@@ -19,7 +19,8 @@ def command(log: str, as_json: bool) -> int:
 
     Reads the end of LOGFILE; - means standard input. If the log does not
     prove a cause, the diagnosis is "unknown", followed by the likely causes.
-    legroom run also reads the kernel's counters and is more certain.
+    legroom run also reads the kernel's counters, so its diagnosis is more
+    reliable.
     """
     from legroom.probe.snapshot import snapshot
     from legroom.records.failure import Evidence

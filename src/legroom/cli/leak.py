@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from legroom.cli.options import refuse_beside
+from legroom.cli.options import WithEarlierNames, refuse_beside
 from legroom.cli.text_layout import width
 from legroom.errors import EXIT_USAGE, UnreadableSource, UsageError
 from legroom.messages import say
@@ -31,6 +31,7 @@ _PRIVATE = 0o700
     "--html",
     "--page",
     "page",
+    cls=WithEarlierNames,
     metavar="FILE",
     help="Write an HTML report with a chart over training steps to FILE; FILE must end in .html.",
 )

@@ -31,15 +31,15 @@ from legroom.version import VERSION
 
 # One line each, so that `legroom --help` imports none of the commands.
 COMMANDS = {
-    "doctor": phrase("Diagnose memory limits on this machine and print fixes."),
+    "doctor": phrase("Check the memory limits on this machine and suggest fixes."),
     "plan": phrase(
-        "Estimate the /dev/shm that your jobs need, and how many jobs fit. With --process-ram and --gpu-memory, "
-        "also check RAM and GPU memory."
+        "Estimate the /dev/shm and RAM that your jobs need, and how many jobs fit. RAM is complete only with "
+        "--measure, --match or --process-ram; GPU memory is checked only with --gpu-memory."
     ),
     "check": phrase("Predict whether a DataLoader fits in the free /dev/shm and RAM; print settings that fit."),
     "tune": phrase(
-        "Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM; with --benchmark, time real "
-        "runs. For torch's DataLoader, add --loader torch."
+        "Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM; with --benchmark, time the "
+        "DataLoader instead of estimating. For torch's DataLoader, add --loader torch."
     ),
     "watch": phrase(
         "Monitor memory: what is filling up, how fast, which process is filling it, and when it will be full."
@@ -53,9 +53,9 @@ COMMANDS = {
         "Read a log file and diagnose what ran out: /dev/shm, RAM, GPU memory, file descriptors or disk."
     ),
     "cache": phrase("Share one copy of a dataset between processes: load, list, remove."),
-    "nodes": phrase("Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster."),
+    "nodes": phrase("Load, list and remove cached data, and check memory limits, on every node of a Ray cluster."),
     "report": phrase(
-        "Write a file for a bug report about Legroom; names and secrets that it recognizes become placeholders."
+        "Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders."
     ),
     "demo": phrase("Demonstrate Legroom on this machine with real measurements, in about a minute."),
 }
@@ -120,7 +120,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def cli() -> None:
     """Memory tools for PyTorch training: share datasets, predict /dev/shm and RAM use, diagnose crashes.
 
-    Every command has --json. Sizes are powers of 1024: 64M, 64MB and 64MiB are the same.
+    Every command has --json. In sizes, 64M, 64MB and 64MiB all mean 64 × 1024² bytes (in Kubernetes, 64M means
+    64 × 1000²).
     """
 
 

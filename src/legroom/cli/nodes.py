@@ -24,13 +24,13 @@ _ray = click.option(
     help="Address of the Ray cluster: host:port of its head node, or auto for the cluster that runs on this machine.",
 )  # fmt: skip
 _node = click.option("--node", "nodes", multiple=True, metavar="NODE",
-                     help="Only on this node, given by its IP address or Ray node ID. Can be given several times."
+                     help="Run only on this node (IP address or Ray node ID). Can be given several times."
                      )  # fmt: skip
 
 
 @click.group("nodes", context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster.
+    """Load, list and remove cached data, and check memory limits, on every node of a Ray cluster.
 
     Ray and Legroom must be installed on every node. Every subcommand has --json. SOURCE is the path or URL that was
     loaded. ID is the hash that legroom nodes list prints, or a unique prefix of it.
@@ -42,7 +42,7 @@ def command() -> None:
 @_node
 @_json
 def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
-    """Diagnose memory limits on every node, worst node first.
+    """Check memory limits on every node, worst node first.
 
     Exits 1 if a finding is critical or a node failed.
     """
@@ -82,7 +82,7 @@ def warm(
 ) -> int:
     """Load files or URLs into the cache of every node.
 
-    The same as legroom cache load, on every node. SOURCE is a path or URL. Data at a URL is downloaded only once in
+    Like legroom cache load, but on every node. SOURCE is a path or URL. Data at a URL is downloaded only once in
     total: each node downloads a part, and the nodes exchange the parts. Each node reads the data itself if SOURCE is a
     path, if --keys is given, or if the server gives no version (such as an ETag) for the URL. Exits 1 if a node failed.
     """
@@ -133,7 +133,7 @@ def list_(what: tuple[str, ...], address: str, nodes: tuple[str, ...], as_json: 
 def drop(
     what: tuple[str, ...], everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool
 ) -> int:
-    """Remove entries on every node, or all unused with --all.
+    """Remove entries on every node; with --all, every unused entry.
 
     Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """

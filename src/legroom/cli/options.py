@@ -6,6 +6,7 @@ Also refuses options that would have no effect beside others, or without them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,6 +79,16 @@ class Count(ParamType):
 
 COUNT = Count()
 
+
+class WithEarlierNames(click.Option):
+    """An option whose help shows its first name. The others are accepted too."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy(self)
+        shown.opts = self.opts[:1]
+        return click.Option.get_help_record(shown, ctx)
+
+
 _COUNT_OF: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
 _SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
 _OPTIONS = (
@@ -94,9 +105,9 @@ _OPTIONS = (
                  help="Which DataLoader the script uses."),
     click.option("--val-workers", **_COUNT_OF,
                  help="num_workers of a validation DataLoader that exists at the same time (with --batch). Default: "
-                      "there is none."),
+                      "no validation DataLoader."),
     click.option("--val-batch", **_COUNT_OF,
-                 help="Batch size of the validation DataLoader (with --val-workers).  [default: that of --batch]"),
+                 help="Batch size of the validation DataLoader (with --val-workers).  [default: same as --batch]"),
     click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "

@@ -46,14 +46,14 @@ def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     "--per-process",
     type=SIZE,
     metavar="SIZE",
-    help="/dev/shm that each rank uses. If --batch is given, do not count the DataLoader's batches.  [default: 0]",
+    help="/dev/shm that each rank uses. If you also give --batch, leave out the DataLoader's batches.  [default: 0]",
 )
 @click.option(
     "--process-ram",
     type=SIZE,
     metavar="SIZE",
-    help="RAM of each rank without batches and parameters. It is used instead of the value that --measure or --match "
-    "finds.  [default: measured, else 0]",
+    help="RAM per rank, not counting batches and parameters. Overrides the RAM that --measure or --match finds.  "
+    "[default: measured, else 0]",
 )
 @click.option(
     "--nccl", type=SIZE, default=0, metavar="SIZE", help="/dev/shm that NCCL uses in each rank.  [default: 0]"
@@ -62,14 +62,14 @@ def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     "--gpu-memory",
     type=SIZE,
     metavar="SIZE",
-    help="GPU memory that each rank uses. If it is not given, GPU memory is not checked.",
+    help="GPU memory that each rank uses. Default: GPU memory is not checked.",
 )
 @training_options
 @click.option(
     "--emit",
     type=click.Choice(KINDS),
-    help="Print only a configuration snippet that sets the recommended size of /dev/shm. kubernetes-warm: a DaemonSet "
-    "that loads data into the cache of every node; put your file or URL into it.",
+    help="Print only a configuration snippet that sets the recommended size of /dev/shm. kubernetes-warm prints a "
+    "DaemonSet instead, which loads data into the cache of every node; replace its example image and URL.",
 )
 @click.option(
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
@@ -90,21 +90,21 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Estimate the /dev/shm that your jobs need, and how many jobs fit on this machine.
+    """Estimate the /dev/shm and RAM that your jobs need, and how many jobs fit on this machine.
 
     Describe one job in one of three ways:
 
-    (1) Give the /dev/shm that each rank uses: --per-process SIZE. If you also use (3), do not count the
-    DataLoader's batches in SIZE.
+    (1) Give the /dev/shm that each rank uses: --per-process SIZE.
 
     (2) Measure a job that is running: --measure PID or --match REGEX.
 
     (3) Describe its DataLoader: --batch N with --data FILE or --sample-bytes SIZE, and --workers N.
 
-    (1) and (3) can be combined. --process-ram, --params, --nccl and --gpu-memory can be added to any of them.
+    You can combine (1) and (3); then leave the DataLoader's batches out of --per-process. To each of the three you can
+    add --process-ram, --params, --nccl and --gpu-memory.
 
-    The RAM estimate is complete only with --measure or --match. Otherwise it counts only the batches and --per-process:
-    add the rest with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
+    With --measure or --match, the RAM estimate is complete. Otherwise it counts only the batches and --per-process: add
+    the rest with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
 
     Exits 1 if the jobs do not fit.
     """

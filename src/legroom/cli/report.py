@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 @click.option("--show", is_flag=True, help="Print everything that goes into the file; without --out, write no file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
-    """Write a file for a bug report about Legroom; names and secrets that it recognizes become placeholders.
+    """Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders.
 
-    Placeholders replace user names, host names, addresses, tokens and the names of data files. The file contains what
+    These are user names, host names, addresses, tokens and the names of data files. The file contains what
     legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache entries; --log, --run and
     --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
     """

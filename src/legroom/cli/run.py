@@ -42,15 +42,15 @@ _NEEDS = (
     multiple=True,
     metavar="SETTING=FLAG",
     help="Name the script's flag for SETTING if Legroom does not know it, for example batch=--bs (with --retries). "
-    "SETTING is batch, accumulation, workers, prefetch, pin_memory or low_memory. The flag for low_memory makes the "
-    "script read data on demand. accumulation=--acc=16: the flag is --acc, and the script's default is 16. Can be "
-    "given several times.",
+    "SETTING is batch, accumulation, workers, prefetch, pin_memory or low_memory. low_memory: a flag of the script, if "
+    "it has one, that makes it read data on demand instead of keeping a copy in each process. accumulation=--acc=16: "
+    "the flag is --acc, and the script's default is 16. Can be given several times.",
 )
 @click.option(
     "--checkpoint",
     metavar="PATTERN",
-    help="Checkpoint files as a glob pattern: 'ckpt/*.pt' (with --resume-flag and --retries). Without --retries, only "
-    "the disk that holds them is monitored.",
+    help="Checkpoint files as a glob pattern: 'ckpt/*.pt' (with --resume-flag and --retries). Without --retries, this "
+    "only adds their disk to the disks that are monitored.",
 )
 @click.option(
     "--resume-flag",
@@ -68,7 +68,7 @@ _NEEDS = (
     default="30s",
     type=DURATION,
     metavar="TIME",
-    help="Time that the command has to exit after SIGTERM, SIGINT, SIGHUP or SIGQUIT. Then it gets SIGKILL.  "
+    help="After SIGTERM, SIGINT, SIGHUP or SIGQUIT, wait this long for the command to exit, then send SIGKILL.  "
     "[default: 30s]",
 )
 @click.option(
@@ -89,12 +89,14 @@ _NEEDS = (
     "--gpu-limit",
     metavar="FRACTION|SIZE",
     help="Limit the GPU memory of each process, CUDA context included: 0.8 or 1/6 of the GPU's memory, or 8GB. If the "
-    "limit cannot be set, a message is printed and the script runs without it.  [default: no limit]",
+    "limit cannot be set, a warning is printed and the script runs without a limit.  [default: no limit]",
 )
 @click.option(
     "--leak", is_flag=True, help="Print at the end which lines of Python code make memory grow (see legroom leak)."
 )
-@click.option("--fresh", is_flag=True, help="Ignore the settings that an earlier run needed (with --retries).")
+@click.option(
+    "--fresh", is_flag=True, help="Do not start with the lower settings that an earlier run needed (with --retries)."
+)
 @click.option(
     "--report",
     metavar="FILE",
@@ -169,7 +171,12 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             say("--checkpoint without --retries only monitors the disk of the checkpoints; the job is not restarted")
         )
     if options["flags"] and not options["retries"]:
-        print_line(say("--flag without --retries changes no setting; it only adds settings to the report"))
+        print_line(
+            say(
+                "--flag without --retries changes no setting; the values of these flags only appear in the JSON output "
+                "and the report"
+            )
+        )
     with ExitStack() as stack:
         if options["leak"]:
             records = stack.enter_context(records_directory(None))

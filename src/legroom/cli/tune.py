@@ -10,7 +10,7 @@ from typing import Any, Literal
 import click
 
 from legroom.advice.zero_memory_and_deepspeed_config import Precision, ZeroRow, emit_training
-from legroom.cli.options import COUNT, DURATION, refuse_beside, require_options, typed
+from legroom.cli.options import COUNT, DURATION, WithEarlierNames, refuse_beside, require_options, typed
 from legroom.cli.text_layout import paint, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
@@ -43,23 +43,25 @@ from legroom.units import format_size, size_or_unknown
     "--step-seconds",
     type=DURATION,
     metavar="TIME",
-    help="Time of one training step (forward, backward, optimizer) without waiting for data: for example 0.018, 18ms.",
+    help="How long one training step takes (forward, backward, optimizer), not counting the wait for data: for example "
+    "0.018 or 18ms.",
 )
 @click.option(
     "--world-size",
     "--ranks",
     "ranks",
+    cls=WithEarlierNames,
     type=int,
     default=1,
     show_default=True,
     metavar="N",
-    help="Number of ranks that train together. If some of them run on other machines, set LOCAL_WORLD_SIZE to the "
-    "number on this machine.",
+    help="Number of ranks that train together, on all machines. If some run on other machines, set the environment "
+    "variable LOCAL_WORLD_SIZE to the number of ranks on this machine.",
 )
 @click.option(
     "--collate",
     metavar="MODULE:FUNCTION",
-    help="collate_fn. Default: that of the DataLoader if --dataset is one, otherwise torch's default.",
+    help="collate_fn. Default: if --dataset names a DataLoader, its collate_fn; otherwise torch's default.",
 )
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
               help="Which DataLoader the script will use.")  # fmt: skip
@@ -72,9 +74,10 @@ from legroom.units import format_size, size_or_unknown
     "--benchmark",
     "--climb",
     "climb",
+    cls=WithEarlierNames,
     is_flag=True,
-    help="Time real runs of the DataLoader instead of estimating. Raise workers, then prefetch, until a run fails or "
-    "two runs in a row are no faster.",
+    help="Time the DataLoader with different settings instead of estimating: raise workers, then prefetch, until a run "
+    "fails or two runs in a row are no faster.",
 )
 @click.option(
     "--set",
@@ -87,8 +90,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--last",
     is_flag=True,
-    help="Print the settings that --benchmark last found for this dataset in this directory; measure nothing. Only "
-    "--emit with its options, --params and --json can be added.",
+    help="Print, without measuring, the settings that --benchmark last found for this dataset in this directory. Can "
+    "be combined only with --emit and its options, --params and --json.",
 )
 @click.option(
     "--emit",
@@ -103,8 +106,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--offload",
     is_flag=True,
-    help="Write CPU offload of the optimizer state into the file, and of the parameters if --zero is 3. Needs --emit; "
-    "--emit accelerate also needs --zero.",
+    help="Enable CPU offload in the file: optimizer state, and with --zero 3 also the parameters. Needs --emit; --emit "
+    "accelerate also needs --zero.",
 )
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
               help="Mixed precision to write into the file (with --emit).")  # fmt: skip
@@ -139,14 +142,14 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM; with --benchmark, time real runs.
+    """Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM.
 
     The settings are for Legroom's DataLoader. For torch's DataLoader, add --loader torch.
 
-    If you give --step-seconds, tune finds the settings that keep the GPU busy with the least memory.
+    With --step-seconds, tune picks the settings that use the least memory and still keep the GPU busy.
 
-    Without --benchmark it loads a few samples and one batch in a child process, which takes a few seconds. Exits 1 if
-    no settings fit.
+    To estimate, tune loads a few samples and one batch in a child process, which takes a few seconds. With --benchmark,
+    it then times the DataLoader with different settings. Exits 1 if no settings fit.
     """
     from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import legroom_tune
