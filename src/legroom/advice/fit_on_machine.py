@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from legroom.advice import remedies
+from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Pool
+from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Fit, Job, Need, Plan, Problem, ShmSizes
 from legroom.system.argument_checks import check_integer
 from legroom.units import format_size
@@ -118,16 +118,16 @@ def relieve(machine: Machine, pool: str, amount: int) -> tuple[str, ...]:
         wanted = amount + (machine.shm.used or 0)
         advised = advise(wanted, memory=size).recommended
         if advised < wanted:  # more than the RAM that backs it
-            return (*remedies.use_less_shm(), remedies.check_room("/dev/shm"))
-        return remedies.enlarge_shm(machine.runtime, advised)
+            return (*fix_commands.use_less_shm(), fix_commands.check_room("/dev/shm"))
+        return fix_commands.enlarge_shm(machine.runtime, advised)
     if pool == "ram":
         bounded = size is not None and (total is None or size < total)
-        return remedies.raise_ram_limit(machine.runtime, size if bounded else None, total)
+        return fix_commands.raise_ram_limit(machine.runtime, size if bounded else None, total)
     if pool == "fds":
-        return remedies.raise_nofile(machine.runtime, machine.limits.nofile_soft or 0, machine.limits.nofile_hard)
+        return fix_commands.raise_nofile(machine.runtime, machine.limits.nofile_soft or 0, machine.limits.nofile_hard)
     if pool == "disk":
-        return remedies.free_disk(next((disk.path for disk in machine.disks if disk.role == "store"), "."))
-    return remedies.unpin() if pool == "pinned" else remedies.use_less_gpu(machine.runtime)
+        return fix_commands.free_disk(next((disk.path for disk in machine.disks if disk.role == "store"), "."))
+    return fix_commands.unpin() if pool == "pinned" else fix_commands.use_less_gpu(machine.runtime)
 
 
 _COUNTED = ("shm", "ram", "fds", "disk")

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from legroom.cache import manifest
-from legroom.cache.capacity import BuildNeed
 from legroom.cache.join_sources import Piece, joined_array, require_joinable, table_parts
+from legroom.cache.store_free_space import BuildNeed
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Slab, TableSpec
 from legroom.messages import say

@@ -14,7 +14,7 @@ from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.download import PIECE, Download
 from legroom.cache.find_or_build_entry import OpenRequest, open_as
 from legroom.cache.manifest import npy_header
-from legroom.cache.source_identity import new_hasher
+from legroom.cache.source_stamps_and_digests import new_hasher
 from legroom.errors import ClusterUnreachable
 from legroom.integrations.ray_node_answers import error_of
 from legroom.remote.object_url import object_url

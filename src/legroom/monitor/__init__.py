@@ -2,7 +2,7 @@
 
 watch_in_script          `legroom.watch`: watch this process from inside a script
 process_selection        which processes are watched: a tree, a match, a user's, this one
-sampler                  take one sample: pools, processes, cache entries, within a share of the time
+take_watch_sample        take one sample: pools, processes, cache entries, within a share of the time
 script_marks_and_steps   marks, components and steps that a script reports, and the files that carry them
 watch_loop               take samples at the interval, evaluate alarms, pass moments to the outputs
 outputs_that_may_block   a pipe that no process reads, a hung disk: a thread of its own, readings are dropped

@@ -9,8 +9,8 @@ import re
 
 from legroom.messages import say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
-from legroom.rescue.failure_messages_in_log import WINDOW, Signs, context, quoted_line
-from legroom.rescue.log_patterns import SHORTAGES
+from legroom.rescue.failure_message_patterns import SHORTAGES
+from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
 
 FULL = 0.9  # a pool this full has no space for the next batch
 GREW = 0.5  # half full at a sample, and a bus error right after

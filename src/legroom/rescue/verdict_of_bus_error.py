@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from legroom.messages import say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, exit_line, level_line, unknown
-from legroom.rescue.failure_messages_in_log import Signs, quoted_line
+from legroom.rescue.find_failures_in_log import Signs, quoted_line
 from legroom.rescue.verdict_from_log import FULL, GREW, full_disks, fullest_shm
 
 _SIGBUS = 7

@@ -104,7 +104,7 @@ server.stop()
 def test_the_command_samples_and_logs(tmp_path: Path) -> None:
     ran = run_program(
         """
-import sys, numpy, legroom.cli.main, legroom.cli.watch, legroom.monitor.sampler, legroom.monitor.watch_in_script
+import sys, numpy, legroom.cli.main, legroom.cli.watch, legroom.monitor.take_watch_sample, legroom.monitor.watch_in_script
 import legroom.monitor.watch_log
 leave_no_room_for_threads()
 sys.argv = ["legroom", "watch", "--pid", str(os.getppid()), "--once", "--json", "--log", "run.jsonl"]

@@ -13,8 +13,8 @@ from legroom.integrations.guard.loader_prepared_by_accelerate import unwrap_load
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.legroom_tune import tune
 from legroom.messages import say
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import LoaderKind
+from legroom.records.settings_and_overrides import Settings
 
 
 def retune(loader: Any, *, accumulation: int, previous: Settings | None) -> tuple[Settings | None, str | None]:

@@ -23,8 +23,8 @@ from legroom.integrations.guard.retune_loader import apply_settings, retune
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.messages import say
 from legroom.monitor.watch_in_script import Watch, watch
-from legroom.records.chosen_settings import Settings
 from legroom.records.finding_and_alarm import Alarm
+from legroom.records.settings_and_overrides import Settings
 from legroom.system.argument_checks import check_choice
 
 Tune = Literal["apply", "advise", "off"]

@@ -24,7 +24,6 @@ from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.remembered_settings import key_of, last_settings, named_key, remember
 from legroom.messages import say
 from legroom.probe.snapshot import snapshot
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import (
     CompleteLoaderSettings,
     LoaderKind,
@@ -32,6 +31,7 @@ from legroom.records.loader_settings_and_flags import (
     read_settings,
 )
 from legroom.records.machine import Machine
+from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import require

@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import LoaderSettings, read_settings
 from legroom.records.machine import Machine
+from legroom.records.settings_and_overrides import Settings
 from legroom.system.atomic_file import PRIVATE, replace_file
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 _SCHEMA = "legroom.settings/1"
 
@@ -120,11 +121,9 @@ def key_of(dataset: Any, script: str | None = None) -> str:
         script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
     if isinstance(dataset, str):
         return f"{script} {dataset}"
-    from legroom.loader.measure.import_dataset import length
-
     rows = None
     with contextlib.suppress(Exception):  # the measurement reports the error
-        rows = length(dataset)
+        rows = lazy_import("legroom.loader.measure.import_dataset").length(dataset)
     kind = type(dataset)
     return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
 
