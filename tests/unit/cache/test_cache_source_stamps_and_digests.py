@@ -110,7 +110,7 @@ def test_zeros_at_the_end_count_whether_they_are_stored_or_not(
 
 
 def test_files_that_differ_in_zeros_at_the_end_have_other_digests(tmp_path: Path, few_zeros: int) -> None:
-    data = os.urandom(100)
+    data = os.urandom(99) + b"d"  # not a zero, which would be one of those at the end
     found = [_digest(_sparse(tmp_path / "a", data, size * few_zeros)) for size in (1, 2, 3)]
     found += [_digest(_sparse(tmp_path / "a", data[:-1], 2 * few_zeros))]
     found += [_digest(_sparse(tmp_path / "a", b"", 2 * few_zeros))]  # nothing but zeros
