@@ -163,7 +163,7 @@ def child(paths: list[str]) -> None:
 
 def import_batches() -> None:
     """Import what is imported at the first use: the data are attached once, the modules are not part of that."""
-    for name in ("batch_iterator", "batch_settings", "copy_engine_or_kernel", "cuda_pinned", "cuda_resident"):
+    for name in ("batch_iterator", "batch_settings", "choose_faster_cuda_path", "cuda_pinned", "cuda_resident"):
         import_module(f"legroom.loader.batches.{name}")
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import legroom
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import either
-from legroom.records.chosen_settings import Settings
+from legroom.records import Settings
 
 COLUMNS = ["prompt", "response"]
 SHUFFLED = 4096  # rows that a stream shuffles among themselves

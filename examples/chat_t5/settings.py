@@ -17,7 +17,7 @@ from rows import FirstRows
 from text import Batch
 
 import legroom
-from legroom.records.chosen_settings import Settings
+from legroom.records import Settings
 
 # Settings that flags may fix, and the flags.
 CHOSEN = {"low_memory": "ultra_low_mem", "num_workers": "num_workers", "pin_memory": "pin_memory"}

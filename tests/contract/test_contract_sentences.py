@@ -26,8 +26,8 @@ _FOR_PROGRAMMERS = frozenset(
 
 # A file, or a file and how a literal in it begins; and why that is no sentence of ours to translate.
 ALLOWED = {
-    "rescue/log_patterns.py": "patterns of what other programs write",
-    "rescue/failure_messages_in_log.py": "patterns of what Python writes",
+    "rescue/failure_message_patterns.py": "patterns of what other programs write",
+    "rescue/find_failures_in_log.py": "patterns of what Python writes",
     "report/names_not_redacted.py: root user": "common names, which are not private",
     "report/redact.py: h5 hdf5": "suffixes of data files",
     "records/loader_settings_and_flags.py: micro_batch_size": "names of options of training scripts",

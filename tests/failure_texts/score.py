@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.records.failure import Evidence, Verdict
-from legroom.rescue.failure_messages_in_log import facts_of
+from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import classify
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from torch import nn
 
 import legroom
 from legroom.gpu.batch_trial_in_child import ForkTrialRunner
-from legroom.probe.memory import free_memory
+from legroom.probe.ram_swap_and_pressure import free_memory
 
 MARGIN = 0.1
 

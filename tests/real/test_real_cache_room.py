@@ -196,9 +196,9 @@ def test_a_user_in_another_pid_namespace_is_alive(tmp_path: Path, monkeypatch: p
 BLIND = """
 import os, sys
 import legroom
-from legroom.cache import capacity
+from legroom.cache import store_free_space
 
-capacity.bounds = capacity.bounds_now = lambda store, env=None: [capacity.Bound(1 << 40, lambda: "every check sees free space")]
+store_free_space.bounds = store_free_space.bounds_now = lambda store, env=None: [store_free_space.Bound(1 << 40, lambda: "every check sees free space")]
 try:
     legroom.open(sys.argv[1], backing="shm")
 except legroom.LegroomError as problem:

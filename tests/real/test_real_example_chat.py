@@ -430,7 +430,7 @@ def test_bad_flags_and_files(trainings: Trainings, uninterrupted: dict[str, Path
 
 def test_the_files_for_zero_are_what_tune_writes() -> None:
     from legroom.advice.zero_memory_and_deepspeed_config import emit_training
-    from legroom.records.chosen_settings import Settings
+    from legroom.records.settings_and_overrides import Settings
 
     settings = Settings(batch_size=32, accumulation=2, ranks=3, threads=1)
     assert (HERE / "ds_config_zero2.json").read_text() == emit_training("deepspeed", settings, zero=2) + "\n"

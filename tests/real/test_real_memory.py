@@ -16,8 +16,8 @@ import pytest
 import rigs
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.process_and_limits import cpu
+from legroom.probe.ram_swap_and_pressure import memory, ram_pool, read_swap_counters, swap, swap_pool
 
 MB = 1 << 20
 
@@ -29,7 +29,7 @@ LOOK = """
 import json
 from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, ram_pool
+from legroom.probe.ram_swap_and_pressure import memory, ram_pool
 group, ram = cgroup(Host(), "memory"), memory(Host())
 print(json.dumps({"chain": group.chain, "hidden": group.above_hidden, "reason": group.reason,
                   "limits": [level.limit for level in ram.levels], "size": ram_pool(ram).size}))

@@ -42,7 +42,7 @@ WITHOUT_TORCH = (
     "tests/unit/cli/test_doctor.py",
     "tests/unit/cli/test_cli_plan.py",
     "tests/unit/probe/test_probe_gpu_devices.py",
-    "tests/unit/probe/test_probe_memory.py",
+    "tests/unit/probe/test_probe_ram_swap_and_pressure.py",
     "tests/unit/test_other_platforms.py",
 )  # fmt: skip
 WITH_TORCH = (

@@ -5,11 +5,11 @@ Presets bound the share of free memory and the number of workers. `--benchmark` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import log, sqrt
 
-from legroom.advice.fit_on_machine import fit, per_rank, smaller_batches
+from legroom.advice.fit_on_machine import fit, per_rank, smaller_candidates
 from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.advice.safe_settings_for_doctor import usable_cores
 from legroom.errors import UsageError
@@ -172,7 +172,7 @@ def choose(measured: Measured, machine: Machine, request: TuneRequest) -> Choice
     cores = max(1.0, (usable_cores(machine) or 1) / request.here)
     ideal = _ideal(measured, machine, request, cores, bounds)
     refused = None
-    for candidate in _smaller_candidates(ideal, together):
+    for candidate in smaller_candidates(ideal, together, PREFETCHES):
         plan = plan_of(measured, machine, request, candidate)
         if plan.verdict != "too-big":
             break
@@ -271,24 +271,6 @@ def _overlaps(measured: Measured, request: TuneRequest) -> bool:
     """Whether a worker is worth it although it is not faster: it works during the training step."""
     known = bool(request.step.seconds)
     return not known and load_seconds(measured, request.batch_size) > way_seconds(measured, request.batch_size)
-
-
-def _smaller_candidates(ideal: CompleteLoaderSettings, together: int) -> Iterator[CompleteLoaderSettings]:
-    """From the ideal settings down; each needs no more of any pool than the one before."""
-    candidate = ideal
-    yield candidate
-    for prefetch in reversed(PREFETCHES):
-        if prefetch < candidate.prefetch_factor:
-            candidate = replace(candidate, prefetch_factor=prefetch)
-            yield candidate
-    if candidate.pin_memory:
-        candidate = replace(candidate, pin_memory=False)
-        yield candidate
-    for workers in range(ideal.num_workers - 1, -1, -1):
-        candidate = replace(candidate, num_workers=workers)
-        yield candidate
-    for batch in smaller_batches(ideal.batch_size, together):
-        yield replace(candidate, batch_size=batch)
 
 
 _GAIN = 1.05  # settings must be this much faster than the last good ones to be worth their memory

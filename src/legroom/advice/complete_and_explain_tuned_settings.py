@@ -22,9 +22,9 @@ from legroom.advice.choose_tuned_settings import (
 )
 from legroom.advice.memory_need_of_loaders_and_processes import need
 from legroom.messages import joined, phrase, say
-from legroom.records.chosen_settings import Lever, Settings
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine
+from legroom.records.settings_and_overrides import Lever, Settings
 from legroom.records.workload import Measured, Need, Plan
 from legroom.units import format_size
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from legroom.advice import findings_shm
-from legroom.advice.remedies import (
+from legroom.advice.fix_commands import (
     ask_above,
     free_disk,
     raise_nofile,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legroom.advice.memory_need_of_loaders_and_processes import batches_in_flight
-from legroom.advice.remedies import (
+from legroom.advice.fix_commands import (
     advised_shm,
     bound_shm,
     check_room,
@@ -14,6 +13,7 @@ from legroom.advice.remedies import (
     remove_leftovers,
     use_less_shm,
 )
+from legroom.advice.memory_need_of_loaders_and_processes import batches_in_flight
 from legroom.messages import joined, listed, phrase, say
 from legroom.records.finding_and_alarm import Finding
 from legroom.records.machine import Machine

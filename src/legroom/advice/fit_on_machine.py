@@ -1,4 +1,4 @@
-"""Whether a need fits a machine, which pool runs out first, and the largest settings that fit.
+"""Whether a need fits a machine, which pool runs out first, the largest settings that fit, and what is given up first.
 
 The effective batch size (batch × accumulation × ranks) never changes silently. Sizes for /dev/shm follow from the need
 and the RAM limit.
@@ -6,15 +6,17 @@ and the RAM limit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from legroom.advice import remedies
+from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.records.chosen_settings import Settings
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Pool
+from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Fit, Job, Need, Plan, Problem, ShmSizes
 from legroom.system.argument_checks import check_integer
 from legroom.units import format_size
@@ -46,6 +48,29 @@ def per_rank(batch: int, effective: int | None, ranks: int) -> int:
 def smaller_batches(batch: int, together: int) -> list[int]:
     """Batch sizes below ``batch`` that divide ``together``, largest first."""
     return [size for size in range(batch - 1, 0, -1) if together % size == 0]
+
+
+def smaller_candidates(
+    ideal: CompleteLoaderSettings, together: int, prefetches: Sequence[int]
+) -> Iterator[CompleteLoaderSettings]:
+    """From the ideal settings down: prefetch, pinned memory, workers and then the batch size are given up.
+
+    Each needs no more of any pool than the one before.
+    """
+    candidate = ideal
+    yield candidate
+    for prefetch in reversed(prefetches):
+        if prefetch < candidate.prefetch_factor:
+            candidate = replace(candidate, prefetch_factor=prefetch)
+            yield candidate
+    if candidate.pin_memory:
+        candidate = replace(candidate, pin_memory=False)
+        yield candidate
+    for workers in range(ideal.num_workers - 1, -1, -1):
+        candidate = replace(candidate, num_workers=workers)
+        yield candidate
+    for batch in smaller_batches(ideal.batch_size, together):
+        yield replace(candidate, batch_size=batch)
 
 
 def _batches(batch: int, effective: int, ranks: int) -> str:
@@ -93,16 +118,16 @@ def relieve(machine: Machine, pool: str, amount: int) -> tuple[str, ...]:
         wanted = amount + (machine.shm.used or 0)
         advised = advise(wanted, memory=size).recommended
         if advised < wanted:  # more than the RAM that backs it
-            return (*remedies.use_less_shm(), remedies.check_room("/dev/shm"))
-        return remedies.enlarge_shm(machine.runtime, advised)
+            return (*fix_commands.use_less_shm(), fix_commands.check_room("/dev/shm"))
+        return fix_commands.enlarge_shm(machine.runtime, advised)
     if pool == "ram":
         bounded = size is not None and (total is None or size < total)
-        return remedies.raise_ram_limit(machine.runtime, size if bounded else None, total)
+        return fix_commands.raise_ram_limit(machine.runtime, size if bounded else None, total)
     if pool == "fds":
-        return remedies.raise_nofile(machine.runtime, machine.limits.nofile_soft or 0, machine.limits.nofile_hard)
+        return fix_commands.raise_nofile(machine.runtime, machine.limits.nofile_soft or 0, machine.limits.nofile_hard)
     if pool == "disk":
-        return remedies.free_disk(next((disk.path for disk in machine.disks if disk.role == "store"), "."))
-    return remedies.unpin() if pool == "pinned" else remedies.use_less_gpu(machine.runtime)
+        return fix_commands.free_disk(next((disk.path for disk in machine.disks if disk.role == "store"), "."))
+    return fix_commands.unpin() if pool == "pinned" else fix_commands.use_less_gpu(machine.runtime)
 
 
 _COUNTED = ("shm", "ram", "fds", "disk")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from legroom.advice.fit_on_machine import advise, fit
+from legroom.advice.fix_commands import SHM_SHARE, enlarge_shm
 from legroom.advice.memory_need_of_loaders_and_processes import need
-from legroom.advice.remedies import SHM_SHARE, enlarge_shm
 from legroom.messages import phrase, say
 from legroom.records.machine import Machine
 from legroom.records.workload import Need, Plan, PlanRow, ShmSizes, Workload

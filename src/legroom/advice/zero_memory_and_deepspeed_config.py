@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from legroom.errors import UsageError
 from legroom.messages import listed, say
-from legroom.records.chosen_settings import Settings
+from legroom.records.settings_and_overrides import Settings
 from legroom.system.argument_checks import check_choice, check_integer
 
 Offload = Literal["none", "optimizer", "all"]

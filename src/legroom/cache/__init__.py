@@ -10,6 +10,7 @@ Open and find:
 Build:
     elect_builder_and_publish  one process builds, the others wait; publish the entry
     plan_entry_files           which files to write, and where their bytes lie in the sources
+    join_sources               several sources as one dataset; refuses sources that do not match
     write_entry_files          hash, allocate, copy or decode in threads; progress
     download                   a remote object as a file that fills while it is read; resume
     downloads_in_store         downloads in a store: where they are, who works on them, their room
@@ -23,15 +24,15 @@ Frozen objects:
     frozen_writer                encode containers piece by piece into the entry's arrays
 
 Stores and entries:
-    store_directories       which directories are stores; open them; the store's lock; trash and leftovers
-    locks                   flock between processes
-    mmap_huge_pages_crc32   mmap copy-on-write, prefault, huge pages, NUMA nodes; read and write at an offset, CRC-32
-    capacity                how much still fits: file system, inodes, memory, cgroups, reservations
-    manifest                what an entry holds: keys, manifest.json, .npy headers
-    file_stamps             stamps of a file, and of all files below a directory
-    source_identity         which data a path stands for: file stamps and digests
-    remembered_digests      the digest remembered for each source
-    recent_remote_versions  the version of a remote object, asked at most once a minute
+    store_directories                   which directories are stores; open them; the store's lock; trash and leftovers
+    locks                               flock between processes
+    mmap_huge_pages_crc32               mmap copy-on-write, huge pages, NUMA nodes; read and write at an offset, CRC-32
+    store_free_space                    how much still fits: file system, inodes, memory, cgroups, reservations
+    manifest                            what an entry holds: keys, manifest.json, .npy headers
+    file_stamps                         stamps of a file, and of all files below a directory
+    source_stamps_and_digests           which data a path stands for: file stamps and digests
+    remembered_source_digests           the digest remembered for each source
+    remote_version_asked_once_a_minute  the version of a remote object, asked at most once a minute
 
 Commands:
     list_and_verify  ``legroom cache list``, ``info`` and ``verify``

@@ -18,12 +18,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from legroom.cache import capacity, eviction, locks
+from legroom.cache import eviction, locks, store_free_space
 from legroom.cache.download import Download, first_problem
 from legroom.cache.file_stamps import StampedFile
 from legroom.cache.locks import Lock
 from legroom.cache.plan_entry_files import SourceLayout
-from legroom.cache.source_identity import Source
+from legroom.cache.source_stamps_and_digests import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import BUILDING, DOWNLOAD, LOCK, WORK, Store, Stores, open_stores, step, store_lock
 from legroom.errors import (
@@ -176,7 +176,7 @@ def temporary_file(url: ObjectUrl, stamp: ObjectStamp, *, whole: bool) -> Iterat
     """An object as a file that fills while it is read, and is removed afterwards. Not for other processes."""
     with ExitStack() as stack:
         stores = stack.enter_context(open_stores(make=True))
-        need = capacity.BuildNeed((stamp.size or 0) if whole else 0, 3)
+        need = store_free_space.BuildNeed((stamp.size or 0) if whole else 0, 3)
         refused: NoRoom | None = None
         for store in stores.found[::-1]:  # the disk first: it is read once
             try:
@@ -246,14 +246,14 @@ def _choose(stores: Sequence[Store], names: Sequence[str], total: int, with_entr
     for store, need in (*((one, with_entry) for one in stores), *((one, total) for one in stores[::-1])):
         try:
             with store_lock(store):
-                capacity.check_fits(store, need)
+                store_free_space.check_fits(store, need)
             return store
         except NoRoom as problem:
             refused = problem
     for store in stores[::-1] if evict else ():
         with store_lock(store):
             eviction.remove_unused_downloads(store)
-            if eviction.evict_until_fits(store, capacity.BuildNeed(total)):
+            if eviction.evict_until_fits(store, store_free_space.BuildNeed(total)):
                 return store
     assert refused is not None
     raise NoRoom(
@@ -281,13 +281,15 @@ class Reservation:
         some = list(downloads)
         total = sum(one.stamp.size or 0 for one in some)
         done = sum(one.present for one in some)
-        capacity.write_reservation(self._lock.fd, total - done, done, total)
+        store_free_space.write_reservation(self._lock.fd, total - done, done, total)
 
     def ask(self, count: int) -> None:
         """Raise NoRoom if that many more bytes no longer fit."""
-        bound = capacity.tightest(capacity.bounds_now(self.store))
+        bound = store_free_space.tightest(store_free_space.bounds_now(self.store))
         if count > bound.free:
-            raise capacity.no_room_error(self.store, capacity.BuildNeed(count), count - bound.free, bound)
+            raise store_free_space.no_room_error(
+                self.store, store_free_space.BuildNeed(count), count - bound.free, bound
+            )
 
     def __enter__(self) -> Reservation:
         return self

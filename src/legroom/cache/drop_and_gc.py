@@ -11,8 +11,7 @@ import os
 import stat
 import time
 
-from legroom.cache import capacity, eviction, locks, remembered_digests
-from legroom.cache.capacity import directory_bytes, forget_count
+from legroom.cache import eviction, locks, remembered_source_digests, store_free_space
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
 from legroom.cache.lease_and_map_entry import entry_exists
 from legroom.cache.list_and_verify import What, entry_users, find_keys, manifest_of, not_loaded_error, read_entry
@@ -29,6 +28,7 @@ from legroom.cache.store_directories import (
     step,
     store_lock,
 )
+from legroom.cache.store_free_space import directory_bytes, forget_count
 from legroom.errors import EntryInUse
 from legroom.messages import listed, say
 from legroom.records.cache_entry import Entry, Reaped, Shortfall
@@ -104,13 +104,13 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> int:
     Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
-        scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_digests.TEMPORARY)]
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_source_digests.TEMPORARY)]
         left = [leftovers(store), leftovers_outside_work(store)]
         if not dry_run:
             for some in left:
                 delete_leftovers(store, some)
             _clear_records(store)
-            remembered_digests.clear_samples(store)
+            remembered_source_digests.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
         return sum(map(len, left)) + len(scratch)
@@ -176,10 +176,10 @@ def _make_room(
     """Evict until ``free`` bytes are free. Returns the bytes freed (or that would be), and the shortfall if any."""
     freed = 0
 
-    def missing() -> tuple[int, capacity.Bound]:
+    def missing() -> tuple[int, store_free_space.Bound]:
         with store_lock(store):
-            bound = capacity.tightest(capacity.bounds(store))
-            have = bound.free - capacity.outstanding_reservations(store)
+            bound = store_free_space.tightest(store_free_space.bounds(store))
+            have = bound.free - store_free_space.outstanding_reservations(store)
         return free - have - (hoped + freed if dry_run else 0), bound
 
     helps = FreesSpace(store)
@@ -203,8 +203,8 @@ def _clear_records(store: Store) -> None:
         try:
             record = (
                 None
-                if name.startswith(remembered_digests.TEMPORARY)
-                else remembered_digests.read_record_named(store, name)
+                if name.startswith(remembered_source_digests.TEMPORARY)
+                else remembered_source_digests.read_record_named(store, name)
             )
         except OSError:
             continue  # it may be a record

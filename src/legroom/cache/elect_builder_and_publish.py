@@ -20,7 +20,14 @@ from functools import partial
 from logging import DEBUG, WARNING
 from pathlib import Path
 
-from legroom.cache import capacity, downloads_in_store, locks, manifest, remembered_digests, source_identity
+from legroom.cache import (
+    downloads_in_store,
+    locks,
+    manifest,
+    remembered_source_digests,
+    source_stamps_and_digests,
+    store_free_space,
+)
 from legroom.cache.file_stamps import StampedFolder
 from legroom.cache.find_or_build_entry import (
     OpenRequest,
@@ -37,7 +44,7 @@ from legroom.cache.lease_and_map_entry import Attached, EntryLease, attach, leas
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
 from legroom.cache.plan_entry_files import SourceLayout, plan_files
-from legroom.cache.source_identity import Source
+from legroom.cache.source_stamps_and_digests import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import (
     BUILDING,
@@ -83,7 +90,9 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
     """Attach the source's entry, and build it if no process has. At most one process reads the source at a time."""
     doubts: dict[str, str] = {}  # by path, the digest of a download that was not as expected
     for last in (False, True):
-        source = source_identity.with_doubts(source_identity.stamp_source(request.paths, ask=last), doubts)
+        source = source_stamps_and_digests.with_doubts(
+            source_stamps_and_digests.stamp_source(request.paths, ask=last), doubts
+        )
         asked = BuildRequest(request, source, time.time_ns(), wait, progress)
         try:
             with _refuse_nested_open(asked), open_stores(make=True) as stores:
@@ -99,7 +108,7 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
             if last or isinstance(problem, RemoteError):  # requests were repeated already
                 raise
             # Apparent damage may be a mix of two versions of the file.
-            if not isinstance(problem, SourceChanged) and source_identity.is_unchanged(asked.source):
+            if not isinstance(problem, SourceChanged) and source_stamps_and_digests.is_unchanged(asked.source):
                 raise
             problem.with_traceback(None)
         except FileNotFoundError as problem:
@@ -174,7 +183,7 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         return found
     partly = asked.request.keys is not None and asked.source.has_versions
     with ExitStack() as stack:
-        memory = capacity.decoding_memory()
+        memory = store_free_space.decoding_memory()
         source, fetched = asked.source, None
         if source.is_remote:
             fetched = stack.enter_context(
@@ -196,15 +205,20 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         planned = plan_files(descriptions, asked.source.paths)
         layout = SourceLayout(readers, planned.arrays)
         job = BuildJob(
-            asked, source_identity.with_referenced_files(source, descriptions), readers, planned, memory, layout
+            asked,
+            source_stamps_and_digests.with_referenced_files(source, descriptions),
+            readers,
+            planned,
+            memory,
+            layout,
         )
-        source_identity.require_stamped(job.source, readers)
-        source_identity.flush_source(job.source)
+        source_stamps_and_digests.require_stamped(job.source, readers)
+        source_stamps_and_digests.flush_source(job.source)
         if fetched is not None:
             job.fetched, job.partly = fetched, partly
             fetched.want(layout)
         else:
-            job.sample = source_identity.sample_source(job.source)
+            job.sample = source_stamps_and_digests.sample_source(job.source)
         found = _find_same_content(job, stores)
         if found is not None:
             return found
@@ -240,7 +254,7 @@ def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None
             continue
         if found.manifest.source_bytes == files[0].size:
             with suppress(OSError):
-                remembered_digests.write_record(store, asked.source, {"md5": digest}, time.time_ns())
+                remembered_source_digests.write_record(store, asked.source, {"md5": digest}, time.time_ns())
             return found
         found.lease.release() if found.lease is not None else None
     return None
@@ -272,7 +286,7 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked, remote = job.asked, job.asked.source.is_remote
     for store in stores.found:
-        record = remembered_digests.read_record(store, asked.source)
+        record = remembered_source_digests.read_record(store, asked.source)
         # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
         if record is not None and same and record.is_trusted(asked.when_ns):
@@ -282,12 +296,12 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
             job.hashed_ns = record.hashed_ns
     if job.partly:
         job.hashed_ns = time.time_ns()
-        job.digests["version"] = source_identity.version_digest(asked.source)
+        job.digests["version"] = source_stamps_and_digests.version_digest(asked.source)
     if job.algorithm in job.digests or remote or not _may_exist(job, stores):
         return None
     step("hash")
     job.hashed_ns = time.time_ns()
-    job.digests = {asked.request.hash: source_identity.digest_source(job.source, asked.request.hash)}
+    job.digests = {asked.request.hash: source_stamps_and_digests.digest_source(job.source, asked.request.hash)}
     for store in stores.found:
         if not asked.request.wants(store):
             continue
@@ -295,8 +309,8 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
             asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash, job.plan.readers
         )
         if found is not None:
-            if not source_identity.is_unchanged(job.source):
-                raise source_identity.source_changed_error(asked.source.paths[0])
+            if not source_stamps_and_digests.is_unchanged(job.source):
+                raise source_stamps_and_digests.source_changed_error(asked.source.paths[0])
             _record(job, store, found.manifest.key)
             return found
     return None
@@ -305,17 +319,17 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
 def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(remembered_digests.may_hold(store, *wanted) for store in stores.found)
+    return any(remembered_source_digests.may_hold(store, *wanted) for store in stores.found)
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
     if not job.sample and not job.partly:
-        job.sample = source_identity.sample_source(job.source)
+        job.sample = source_stamps_and_digests.sample_source(job.source)
 
     def check() -> None:
-        source_identity.require_stamped(job.source, job.readers)
-        if not job.source.is_bound and not source_identity.is_unchanged(job.source):
-            raise source_identity.source_changed_error(job.source.paths[0])
+        source_stamps_and_digests.require_stamped(job.source, job.readers)
+        if not job.source.is_bound and not source_stamps_and_digests.is_unchanged(job.source):
+            raise source_stamps_and_digests.source_changed_error(job.source.paths[0])
 
     return publish_entry(
         work,
@@ -386,8 +400,8 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
     step("record")
     try:
         if job.sample:
-            remembered_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
-        remembered_digests.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
+            remembered_source_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
+        remembered_source_digests.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
     except OSError as problem:
         log.warning(
             "%s",
@@ -438,7 +452,7 @@ def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifes
         attributes=job.plan.attributes,
         built_at=time.time(),
         built_by=this_builder(),
-        cgroups=capacity.memory_cgroup_inodes(),
+        cgroups=store_free_space.memory_cgroup_inodes(),
     )
 
 
@@ -484,7 +498,7 @@ def _report_other(store: Store, name: str, progress: Progress) -> None:
         return
     for other in existing_stores():
         if other.backing == backing:
-            _, done, total = capacity.read_reservation(other, work)
+            _, done, total = store_free_space.read_reservation(other, work)
             if total:
                 progress(done, total)
 

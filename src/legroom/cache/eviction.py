@@ -9,11 +9,11 @@ import os
 import time
 from dataclasses import dataclass
 
-from legroom.cache import capacity, locks
-from legroom.cache.capacity import directory_bytes, keep_count
+from legroom.cache import locks, store_free_space
 from legroom.cache.lease_and_map_entry import lock_name, open_entry, read_manifest
 from legroom.cache.manifest import Damaged, OtherFormat, is_key
 from legroom.cache.store_directories import DOWNLOAD, LOCK, Store, delete_trash, in_memory, log, move_to_trash, step
+from legroom.cache.store_free_space import directory_bytes, keep_count
 from legroom.messages import say
 
 
@@ -80,7 +80,7 @@ class FreesSpace:
         self._store = store
         self._charged: dict[str, tuple[int, ...]] = {}
 
-    def __call__(self, old: LeastRecent, bound: capacity.Bound) -> bool:
+    def __call__(self, old: LeastRecent, bound: store_free_space.Bound) -> bool:
         """Whether removing the entry frees its bytes under that bound."""
         if bound.memory and not in_memory(self._store):
             return False  # pages of a disk store are page cache, which the kernel reclaims by itself
@@ -101,10 +101,10 @@ class FreesSpace:
         return self._charged[key]
 
 
-def evict_until_fits(store: Store, need: capacity.BuildNeed, *, mine: str | None = None) -> bool:
+def evict_until_fits(store: Store, need: store_free_space.BuildNeed, *, mine: str | None = None) -> bool:
     """Evict until ``need`` fits, under the store's lock. False, with nothing removed, if that is impossible."""
     helps = FreesSpace(store)
-    missing = capacity.shortfalls(store, need, capacity.outstanding_reservations(store, mine))
+    missing = store_free_space.shortfalls(store, need, store_free_space.outstanding_reservations(store, mine))
     unused = [old for old in least_recent_first(store) if not locks.held(store.locks, lock_name(old.key))]
     for count, bound in missing:
         if count > sum(old.nbytes for old in unused if helps(old, bound)):
@@ -117,7 +117,7 @@ def evict_until_fits(store: Store, need: capacity.BuildNeed, *, mine: str | None
             continue  # a process has attached it meanwhile
         log.info("%s", say("evicted {key} from {root}", key=old.key, root=store.root))
         delete_trash(store, moved)
-        missing = capacity.shortfalls(store, need, capacity.outstanding_reservations(store, mine))
+        missing = store_free_space.shortfalls(store, need, store_free_space.outstanding_reservations(store, mine))
         if not missing:
             return True
     return False

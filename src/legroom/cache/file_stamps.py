@@ -16,7 +16,7 @@ from typing import Any, overload
 
 from legroom.errors import UnreadableSource
 from legroom.formats.file_reads_and_errors import require_regular, unreadable
-from legroom.formats.unchanged_folder_files import (
+from legroom.formats.refuse_changed_folder_files import (
     distinct_size,
     latest_times,
     pack_fields,

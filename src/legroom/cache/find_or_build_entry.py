@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from legroom.cache import locks, remembered_digests, source_identity
+from legroom.cache import locks, remembered_source_digests, source_stamps_and_digests
 from legroom.cache.cached_arrays_and_tables import CachedData, DataContents, ragged_of
 from legroom.cache.lease_and_map_entry import (
     Attached,
@@ -30,7 +30,7 @@ from legroom.cache.lease_and_map_entry import (
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.mmap_huge_pages_crc32 import Prefault
-from legroom.cache.source_identity import Source, shard_names
+from legroom.cache.source_stamps_and_digests import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
     StoreCandidate,
@@ -271,13 +271,13 @@ def _check(backing: str, hash: str) -> None:
             fix=("backing='auto'",),
         )
     if hash != "md5":
-        source_identity.new_hasher(
-            hash if hash in source_identity.DIGITS else ""
+        source_stamps_and_digests.new_hasher(
+            hash if hash in source_stamps_and_digests.DIGITS else ""
         )  # raises for an unknown name or a missing package
 
 
 def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
-    source = source_identity.stamp_source(request.paths, ask=request.revalidate)
+    source = source_stamps_and_digests.stamp_source(request.paths, ask=request.revalidate)
     try:
         found = find_entry(request, source, time.time_ns())
     except OSError as problem:
@@ -296,7 +296,7 @@ def remember_versions(source: Source) -> None:
     """Note in the store which versions of remote objects were seen, and when."""
     for path in source.paths:
         if isinstance(path, ObjectUrl):
-            lazy_import("legroom.cache.recent_remote_versions").remember(path)
+            lazy_import("legroom.cache.remote_version_asked_once_a_minute").remember(path)
 
 
 def _uncached() -> Any:
@@ -361,7 +361,7 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
     for store in existing_stores():
         if not request.wants(store):
             continue
-        record = remembered_digests.read_record(store, source)
+        record = remembered_source_digests.read_record(store, source)
         if record is None or not record.is_trusted(asked_ns):
             continue
         readers = _installed(record.readers)
@@ -379,9 +379,9 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
     """
     if legroom_disabled(os.environ) or not locks.SUPPORTED:
         return None
-    source, asked_ns = source_identity.stamp_source(request.paths), time.time_ns()
+    source, asked_ns = source_stamps_and_digests.stamp_source(request.paths), time.time_ns()
     for store in existing_stores():
-        record = remembered_digests.read_record(store, source) if request.wants(store) else None
+        record = remembered_source_digests.read_record(store, source) if request.wants(store) else None
         if record is None or not record.is_trusted(asked_ns):
             continue
         readers = _installed(record.readers)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import capacity, locks, remembered_digests
+from legroom.cache import locks, remembered_source_digests, store_free_space
 from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
 from legroom.cache.find_or_build_entry import discard_unusable, in_first_store
 from legroom.cache.frozen_encoding import ENCODING, Encoder
@@ -133,7 +133,7 @@ class _Freezing:
 
 def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
     size = len(work.obj)
-    if any(remembered_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
+    if any(remembered_source_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
         found = _find(stores, work.key())
         if found is not None:
             return found
@@ -145,7 +145,7 @@ def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
             found = _find(stores, work.key())
             if found is not None:
                 return found
-        elif any(remembered_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
+        elif any(remembered_source_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
             found = _find(stores, work.key())  # published between the first look and the lock
             if found is not None:
                 return found
@@ -183,7 +183,7 @@ def _find(stores: Stores, key: str) -> Attached | None:
 
 def _build_in(store: Store, work: _Freezing) -> Attached:
     """Encode into a private directory of the store, and publish it. NoRoom at any point leaves nothing in it."""
-    need = capacity.BuildNeed(work.estimate + work.estimate // 8 + (1 << 18), len(ARRAYS) + 8)
+    need = store_free_space.BuildNeed(work.estimate + work.estimate // 8 + (1 << 18), len(ARRAYS) + 8)
     with ExitStack() as stack:
         staging = stack.enter_context(StagingDirectory(store, need, evict=True))
         outputs = stack.enter_context(FileOutputs(staging))
@@ -215,12 +215,12 @@ def _build_in(store: Store, work: _Freezing) -> Attached:
                 attributes=_attributes(work.obj, work.name),
                 built_at=time.time(),
                 built_by=this_builder(),
-                cgroups=capacity.memory_cgroup_inodes(),
+                cgroups=store_free_space.memory_cgroup_inodes(),
             )
 
         def record(key: str) -> None:
             try:
-                remembered_digests.note_sample(store, _HASH, len(work.obj), work.sample, key)
+                remembered_source_digests.note_sample(store, _HASH, len(work.obj), work.sample, key)
             except OSError as problem:  # the next process finds the entry when it publishes its own
                 log.warning("%s", say("{root}: {problem}", root=store.root, problem=problem.strerror or problem))
 

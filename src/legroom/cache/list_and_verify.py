@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from legroom.cache import capacity, mmap_huge_pages_crc32, source_identity
-from legroom.cache.capacity import directory_bytes
+from legroom.cache import mmap_huge_pages_crc32, source_stamps_and_digests, store_free_space
 from legroom.cache.eviction import last_used, least_recent_first
 from legroom.cache.find_or_build_entry import source_paths
 from legroom.cache.lease_and_map_entry import (
@@ -26,6 +25,7 @@ from legroom.cache.lease_and_map_entry import (
 from legroom.cache.manifest import FROZEN, Array, Damaged, Manifest, OtherFormat, Table, is_key
 from legroom.cache.stale_entries import Paths, SourceMatcher, current_source, recorded_paths, same_versions
 from legroom.cache.store_directories import Store, is_locked, is_resource_shortage, open_stores, store_lock
+from legroom.cache.store_free_space import directory_bytes
 from legroom.errors import LegroomError, NoSuchObject, NotLoaded, RemoteError, SourceError, UnreadableSource, UsageError
 from legroom.messages import joined, listed, say, shown
 from legroom.probe.host_files_and_syscalls import Host
@@ -90,8 +90,8 @@ def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
 def _room(store: Store) -> StoreRoom:
     stats = os.statvfs(store.fd)
     with store_lock(store):
-        bound = capacity.tightest(capacity.bounds(store))
-        free = max(0, bound.free - capacity.outstanding_reservations(store))
+        bound = store_free_space.tightest(store_free_space.bounds(store))
+        free = max(0, bound.free - store_free_space.outstanding_reservations(store))
     size = stats.f_blocks * stats.f_frsize
     used = sum(old.nbytes for old in least_recent_first(store))  # without locks and records
     return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what())
@@ -373,7 +373,7 @@ def _remote_source(
 ) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
     """Compare the versions of remote objects with those that were loaded. Their content is not read again."""
     try:
-        same = same_versions(source_identity.stamp_source(paths, ask=True), manifest)
+        same = same_versions(source_stamps_and_digests.stamp_source(paths, ask=True), manifest)
     except NoSuchObject as problem:
         return "missing", problem.why
     except LegroomError as problem:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from legroom.cache.source_identity import DIGITS
+from legroom.cache.source_stamps_and_digests import DIGITS
 from legroom.messages import say
 
 FORMAT = 1

@@ -243,7 +243,7 @@ def _populate(pages: _Pages, offset: int, length: int) -> None:
 def _fits(size: int) -> bool:
     """Whether a disk entry is small enough to prefault without evicting pages that are in use."""
     with import_lock:
-        from legroom.cache.capacity import memory_bounds
+        from legroom.cache.store_free_space import memory_bounds
 
     return all(bound.free >= size for bound in memory_bounds())
 

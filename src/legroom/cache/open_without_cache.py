@@ -13,11 +13,11 @@ import numpy as np
 
 from legroom.cache import mmap_huge_pages_crc32
 from legroom.cache.cached_arrays_and_tables import DataContents, ragged_of
-from legroom.cache.capacity import decoding_memory
 from legroom.cache.lease_and_map_entry import array_view, arrays_of, tables_of
 from legroom.cache.mmap_huge_pages_crc32 import MappedFile
 from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, plan_files
-from legroom.cache.source_identity import source_changed_error, source_gone_error
+from legroom.cache.source_stamps_and_digests import source_changed_error, source_gone_error
+from legroom.cache.store_free_space import decoding_memory
 from legroom.cache.write_entry_files import check_source_checksum
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent

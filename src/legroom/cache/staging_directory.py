@@ -13,8 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-from legroom.cache import capacity, eviction, locks
-from legroom.cache.capacity import directory_bytes, keep_count
+from legroom.cache import eviction, locks, store_free_space
 from legroom.cache.eviction import evict_until_fits
 from legroom.cache.locks import Lock
 from legroom.cache.mmap_huge_pages_crc32 import HugePages, write_all
@@ -31,6 +30,7 @@ from legroom.cache.store_directories import (
     step,
     store_lock,
 )
+from legroom.cache.store_free_space import directory_bytes, keep_count
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory_budget import Allowed
 
@@ -41,9 +41,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or no inode
 class StagingDirectory:
     """The private directory of one running build."""
 
-    def __init__(self, store: Store, need: capacity.BuildNeed | int, *, evict: bool) -> None:
+    def __init__(self, store: Store, need: store_free_space.BuildNeed | int, *, evict: bool) -> None:
         """Reserve ``need`` in the store. Raises NoRoom if it does not fit."""
-        self.store, self.need = (store, need if isinstance(need, capacity.BuildNeed) else capacity.BuildNeed(need))
+        self.store, self.need = (
+            store,
+            need if isinstance(need, store_free_space.BuildNeed) else store_free_space.BuildNeed(need),
+        )
         self.ident = secrets.token_hex(8)
         self.name = BUILDING + self.ident
         self.folder = store.root / WORK / self.name
@@ -82,20 +85,20 @@ class StagingDirectory:
                     self._release()
                 raise
 
-    def _reserve(self, need: capacity.BuildNeed) -> None:
+    def _reserve(self, need: store_free_space.BuildNeed) -> None:
         """Reserve everything, of which ``need`` is still to be written. Call it under the store's lock."""
         try:
             try:
-                capacity.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+                store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
             except NoRoom:
                 if not self._evict or not eviction.remove_unused_downloads(self.store):
                     raise
-                capacity.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+                store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
         except NoRoom:
             if not self._evict or not evict_until_fits(self.store, need, mine=self.lock_file):
                 raise
-            capacity.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
-        capacity.write_reservation(self._lock.fd, self.need.nbytes, 0, 0)
+            store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+        store_free_space.write_reservation(self._lock.fd, self.need.nbytes, 0, 0)
 
     def reserve_more(self, nbytes: int) -> None:
         """Reserve this many bytes in all: the size of what is written was an estimate. Raises NoRoom."""
@@ -106,7 +109,7 @@ class StagingDirectory:
 
     def report_progress(self, done: int, total: int) -> None:
         """Write the progress for the processes that wait."""
-        capacity.write_reservation(self._lock.fd, self.need.nbytes, done, total)
+        store_free_space.write_reservation(self._lock.fd, self.need.nbytes, done, total)
 
     def create(self, name: str) -> int:
         """Create a file in the private directory. The caller closes the descriptor."""
@@ -122,12 +125,12 @@ class StagingDirectory:
         """
         try:
             os.ftruncate(fd, size)
-            for offset in range(0, size, capacity.STEP):
-                length = min(capacity.STEP, size - offset)
+            for offset in range(0, size, store_free_space.STEP):
+                length = min(store_free_space.STEP, size - offset)
                 self.check_capacity(length)
                 there = in_memory(self.store) and self._large.take(fd, offset, length)
                 if not later:
-                    capacity.allocate_blocks(fd, offset, length)
+                    store_free_space.allocate_blocks(fd, offset, length)
                 if offset == 0:
                     os.pwrite(fd, header, 0)
                 yield offset + length, there or not later
@@ -141,16 +144,16 @@ class StagingDirectory:
             if count <= self._credit:
                 self._credit -= count
                 return
-            bound = capacity.tightest(capacity.bounds_now(self.store))
+            bound = store_free_space.tightest(store_free_space.bounds_now(self.store))
             if count > bound.free:
-                raise capacity.no_room_error(self.store, self.need, count - bound.free, bound)
+                raise store_free_space.no_room_error(self.store, self.need, count - bound.free, bound)
             # One reading of the cgroup is good for some megabytes: thousands of small arrays need not read it each.
             self._credit = min(_CREDIT, (bound.free - count) // 8)
 
     def decoding_allowance(self) -> Allowed:
         """What decoding may allocate now, in addition to the data still to be written to a store in memory."""
         taken = directory_bytes(self.store.work, self.name)
-        return capacity.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
+        return store_free_space.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file. Replaces one of that name."""
@@ -195,10 +198,12 @@ class StagingDirectory:
         """Raise NoRoom if a write failed because the store is full. Otherwise do nothing."""
         if isinstance(problem, OSError) and problem.errno in FULL:
             # The space may be free again by now: then report one byte as missing.
-            missing = capacity.shortfalls(self.store, self.need, 0) or [
-                (1, capacity.tightest(capacity.bounds(self.store)))
+            missing = store_free_space.shortfalls(self.store, self.need, 0) or [
+                (1, store_free_space.tightest(store_free_space.bounds(self.store)))
             ]
-            raise capacity.no_room_error(self.store, self.need, *max(missing, key=lambda pair: pair[0])) from problem
+            raise store_free_space.no_room_error(
+                self.store, self.need, *max(missing, key=lambda pair: pair[0])
+            ) from problem
 
     def publish(self, key: str) -> bool:
         """Give the directory its visible name, in one step. False if an entry of that name exists."""

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from legroom.cache import remembered_digests, source_identity
+from legroom.cache import remembered_source_digests, source_stamps_and_digests
 from legroom.cache.manifest import Manifest
-from legroom.cache.source_identity import Source
+from legroom.cache.source_stamps_and_digests import Source
 from legroom.cache.store_directories import Store
 from legroom.errors import DamagedSource, LegroomError, MissingKey, UnknownFormat, UnsupportedData
 from legroom.formats.detect import open_source
@@ -71,9 +71,9 @@ class SourceMatcher:
             return False  # a frozen object
         named = tuple(paths)
         if named not in self._looked:
-            self._looked[named] = source_identity.stamp_source(named)
+            self._looked[named] = source_stamps_and_digests.stamp_source(named)
         for store in self._stores:
-            record = remembered_digests.read_record(store, self._looked[named])
+            record = remembered_source_digests.read_record(store, self._looked[named])
             if record is not None and record.is_trusted(self._asked_ns):
                 if record.digests.get(manifest.hash) == manifest.digest:
                     return True
@@ -89,7 +89,7 @@ class SourceMatcher:
         if source.size != manifest.source_bytes:
             return False
         if source not in self._samples:
-            self._samples[source] = source_identity.sample_source(source)
+            self._samples[source] = source_stamps_and_digests.sample_source(source)
         if self._samples[source] != manifest.sample:
             return False
         return self.digest(source, manifest.hash) == manifest.digest
@@ -97,10 +97,10 @@ class SourceMatcher:
     def digest(self, source: Source, algorithm: str) -> str:
         """The digest of a source as it is now."""
         if (source, algorithm) not in self._digests:
-            source_identity.flush_source(source)
-            self._digests[source, algorithm] = source_identity.digest_source(source, algorithm)
-            if not source_identity.is_unchanged(source):
-                raise source_identity.source_changed_error(source.paths[0])
+            source_stamps_and_digests.flush_source(source)
+            self._digests[source, algorithm] = source_stamps_and_digests.digest_source(source, algorithm)
+            if not source_stamps_and_digests.is_unchanged(source):
+                raise source_stamps_and_digests.source_changed_error(source.paths[0])
         return self._digests[source, algorithm]
 
     def is_replaced(self, manifest: Manifest) -> bool:
@@ -124,7 +124,7 @@ class SourceMatcher:
         if self._known is None:
             self._known = {}
             for store in self._stores:
-                for record in remembered_digests.all_records(store):
+                for record in remembered_source_digests.all_records(store):
                     for one in record.digests.values():
                         self._known.setdefault(one, []).append(recorded_paths(record.paths))
         return self._known.get(digest, [])
@@ -144,12 +144,12 @@ def _can_look(path: SourcePath) -> bool:
 
 def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
     """The source of these paths now, as a load with the entry's keys would see it."""
-    source = source_identity.stamp_source(paths)
+    source = source_stamps_and_digests.stamp_source(paths)
     if manifest.kind not in _REFERRING:
         return source
     with ExitStack() as stack:
         options = manifest.options
         readers = [stack.enter_context(open_source(Path(path), options.keys, dtype=options.dtype)) for path in paths]
-        source = source_identity.with_referenced_files(source, [reader.describe() for reader in readers])
-        source_identity.require_stamped(source, readers)
+        source = source_stamps_and_digests.with_referenced_files(source, [reader.describe() for reader in readers])
+        source_stamps_and_digests.require_stamped(source, readers)
     return source

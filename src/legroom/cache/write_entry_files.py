@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from legroom.cache import mmap_huge_pages_crc32, source_identity
-from legroom.cache.capacity import BuildNeed
+from legroom.cache import mmap_huge_pages_crc32, source_stamps_and_digests
 from legroom.cache.downloads_in_store import Fetched
 from legroom.cache.find_or_build_entry import OpenRequest
+from legroom.cache.join_sources import Piece
 from legroom.cache.manifest import Array, Table, stamp_of
 from legroom.cache.mmap_huge_pages_crc32 import Part, grouped, interleaved, read_at, write_all, write_parts
-from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, Piece, SourceLayout, TableTarget, decoding_bytes
-from legroom.cache.source_identity import Source, source_changed_error, source_gone_error
+from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, SourceLayout, TableTarget, decoding_bytes
+from legroom.cache.source_stamps_and_digests import Source, source_changed_error, source_gone_error
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step
+from legroom.cache.store_free_space import BuildNeed
 from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import wait_for_bytes, wrong_checksum
@@ -115,7 +116,9 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
             step("read")
             if job.algorithm not in job.digests:
                 job.hashed_ns = time.time_ns()
-                first.append(hashing.submit(source_identity.digest_source, job.source, job.algorithm, meter.add_hashed))
+                first.append(
+                    hashing.submit(source_stamps_and_digests.digest_source, job.source, job.algorithm, meter.add_hashed)
+                )
             else:
                 meter.hashed = job.source.size
             step("allocate")
@@ -187,7 +190,7 @@ def _adopt(job: BuildJob, work: StagingDirectory, target: ArrayTarget) -> str:
     extent = job.layout.extents[piece.source, piece.name]
     assert extent is not None
     if not job.sample:
-        job.sample = source_identity.sample_source(job.source)  # of the file as it came
+        job.sample = source_stamps_and_digests.sample_source(job.source)  # of the file as it came
     crc = job.fetched.crc32(extent.path, extent.offset)
     step("adopt")
     os.rename(extent.path, target.file, dst_dir_fd=work.fd)

@@ -9,7 +9,9 @@ memory_need_output
               how `plan` and `check` print memory needs
 help_formatter
               how --help is wrapped
-text_layout   wrapping, bars and colours
+pool_usage_bar
+              one memory pool on a line: from which use its bar is yellow or red
+text_layout   wrapping, findings and colours
 language_and_streams
               --lang and the language of click's own messages; standard streams that survive closed pipes and full
               disks, and the exit status then

@@ -151,7 +151,7 @@ _NEEDS = {
 
 def _check_share(dataset: str, collate: str | None, batch: int, timeout: float, as_json: bool) -> int:
     """Whether trainers can share batches of this dataset: 0 if they are the same in every process, else 1."""
-    from legroom.loader.measure.batch_reproducibility import differing_parts
+    from legroom.loader.measure.compare_batches_made_twice import differing_parts
 
     found = differing_parts(dataset, collate, check_integer("--batch", batch, 1), timeout)
     if as_json:

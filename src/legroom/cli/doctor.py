@@ -13,7 +13,8 @@ from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
 from legroom.advice.safe_settings_for_doctor import safe_settings
 from legroom.cli.options import WithEarlierNames, refuse_beside
-from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
+from legroom.cli.pool_usage_bar import pool_line
+from legroom.cli.text_layout import finding_lines, labelled, paragraph, shorten
 from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say
 from legroom.probe.host_files_and_syscalls import Host

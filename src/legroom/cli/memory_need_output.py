@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from legroom.cli.text_layout import elide, labelled, paint, paragraph, pool_line
+from legroom.cli.pool_usage_bar import pool_line
+from legroom.cli.text_layout import elide, labelled, paint, paragraph
 from legroom.messages import phrase, say
-from legroom.records.chosen_settings import Settings
 from legroom.records.finding_and_alarm import Severity
+from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Need, Plan, Term
 from legroom.units import format_size
 

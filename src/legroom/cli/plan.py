@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from legroom.advice.shm_config import KINDS
-from legroom.advice.shm_config import emit as snippet
+from legroom.advice.config_snippets_for_shm_size import KINDS
+from legroom.advice.config_snippets_for_shm_size import emit as snippet
 from legroom.cli.language_and_streams import extra_arguments
 from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, term_lines, verdict_lines
 from legroom.cli.options import SIZE, TRAINING_NEEDS, asked, refuse_beside, require_options, training_options

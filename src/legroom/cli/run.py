@@ -65,7 +65,6 @@ _NEEDS = (
 )
 @click.option(
     "--grace",
-    default="30s",
     type=DURATION,
     metavar="TIME",
     help="After SIGTERM, SIGINT, SIGHUP or SIGQUIT, wait this long for the command to exit, then send SIGKILL.  "
@@ -73,7 +72,6 @@ _NEEDS = (
 )
 @click.option(
     "--stall",
-    default="60s",
     type=DURATION,
     metavar="TIME",
     help="Report a job that has hung on a full /dev/shm for this long. With --retries, also stop and restart it. "
@@ -151,13 +149,12 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         checkpoint=options["checkpoint"],
         resume_flag=options["resume_flag"],
         resume_existing=options["resume_existing"],
-        grace=options["grace"],
-        stall=options["stall"],
         environment=environment,
         stdout=2 if as_json else 1,
         replaces_loader=options["loader"] is None,
         fresh=options["fresh"],
         quiet=quiet,
+        **{name: options[name] for name in ("grace", "stall") if options[name] is not None},
     )
     sys.stdout.flush()
     machine = snapshot()

@@ -14,8 +14,8 @@ from legroom.cli.options import COUNT, DURATION, WithEarlierNames, refuse_beside
 from legroom.cli.text_layout import paint, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
-from legroom.records.chosen_settings import Settings
 from legroom.records.machine import Pool
+from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer
 from legroom.units import format_size, size_or_unknown
@@ -153,15 +153,16 @@ def command(
     """
     from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import legroom_tune
+    from legroom.loader.tune.remembered_settings import last_named
     from legroom.probe.host_files_and_syscalls import Host
-    from legroom.probe.memory import memory, ram_pool
+    from legroom.probe.ram_swap_and_pressure import memory, ram_pool
 
     require_options(_NEEDS)
     if params is not None:
         Shape(params, ranks)  # an error before anything is measured
     if last:
         refuse_beside("last", _MEASURING if params is not None else _MEASURING | {"ranks"})
-        found = legroom_tune.last_named(spec)
+        found = last_named(spec)
         if found is None:
             click.echo(
                 say("no settings stored for {spec} in this directory; tune --benchmark stores them", spec=spec),

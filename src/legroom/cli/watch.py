@@ -21,8 +21,8 @@ from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
 
 if TYPE_CHECKING:
-    from legroom.monitor.sampler import Sampler
     from legroom.monitor.serve_web_page import WebView
+    from legroom.monitor.take_watch_sample import Sampler
     from legroom.monitor.tui import TerminalView
     from legroom.monitor.watch_loop import MomentStream, Output
     from legroom.records.watch_sample import Moment, Sample
@@ -91,8 +91,9 @@ def command(
     stops when that process and its children have exited. The output is full
     screen on a terminal, and plain lines elsewhere.
     """
+    from legroom.monitor.outputs_that_may_block import BackgroundOutput
     from legroom.monitor.watch_in_script import checked_interval
-    from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically
+    from legroom.monitor.watch_loop import MomentStream, StopEvent, feed_outputs, sample_periodically
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
         raise click.UsageError(say("--pid, --match and --replay cannot be combined"))
@@ -156,8 +157,8 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
     from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
-    from legroom.monitor.sampler import Sampler, cache_entries
     from legroom.monitor.script_marks_and_steps import AnnotationReader
+    from legroom.monitor.take_watch_sample import Sampler, cache_entries
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.process_and_limits import ProcessTable
 

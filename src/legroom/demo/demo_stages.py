@@ -26,8 +26,8 @@ from legroom.demo.demo_setup import WorkDirectory
 from legroom.errors import DemoFailed
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, ram_pool
 from legroom.probe.process_and_limits import cpu
+from legroom.probe.ram_swap_and_pressure import memory, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records.machine import Pool

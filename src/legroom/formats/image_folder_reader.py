@@ -28,7 +28,7 @@ from legroom.formats.gather_byte_ranges import (
     rows_between,
     slabs_of_rows,
 )
-from legroom.formats.unchanged_folder_files import (
+from legroom.formats.refuse_changed_folder_files import (
     STAMP_BYTES,
     FolderFile,
     FolderRoot,

@@ -34,7 +34,7 @@ from legroom.formats.gather_byte_ranges import (
     slabs_of_rows,
 )
 from legroom.formats.mds_index import INDEX, MOST_INDEX, Column, Shard, ShardFile, parse_index
-from legroom.formats.unchanged_folder_files import FolderFile, FolderRoot, are_among, packed_stamp, unpacked_stamp
+from legroom.formats.refuse_changed_folder_files import FolderFile, FolderRoot, are_among, packed_stamp, unpacked_stamp
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
 

@@ -29,8 +29,8 @@ from legroom.formats.gather_byte_ranges import (
     read_slabs,
     slabs_of_rows,
 )
+from legroom.formats.refuse_changed_folder_files import are_among, packed_stamp
 from legroom.formats.tar_headers import regular_files
-from legroom.formats.unchanged_folder_files import are_among, packed_stamp
 from legroom.messages import listed, say, shown
 
 KEY = "__key__"

@@ -27,7 +27,7 @@ from legroom.gpu.oom_retry import is_oom
 from legroom.gpu.torch_cuda_device import open_device
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory
+from legroom.probe.ram_swap_and_pressure import memory
 from legroom.records.gpu_results import Trial
 from legroom.system.atomic_file import replace_file
 from legroom.system.processes_and_threads import ExitStatus, prefer_oom_kill

@@ -23,7 +23,7 @@ from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner, StepFunction, TrialRe
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.gpu.torch_cuda_device import import_torch, open_device, why_no_cuda
 from legroom.messages import say
-from legroom.probe.memory import free_memory
+from legroom.probe.ram_swap_and_pressure import free_memory
 from legroom.records.gpu_results import BatchFound, Trial
 from legroom.system.argument_checks import check_integer
 from legroom.units import format_size

@@ -19,7 +19,7 @@ import os
 from typing import Any
 
 from legroom.integrations.guard import Guard
-from legroom.records.chosen_settings import Settings
+from legroom.records.settings_and_overrides import Settings
 
 
 class AccelerateGuard(Guard):

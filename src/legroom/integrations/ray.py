@@ -28,7 +28,7 @@ from legroom.integrations.guard import Guard
 from legroom.integrations.ray_cluster_commands import doctor, drop, entries, warm
 from legroom.loader.rank_sampler import process_group
 from legroom.messages import phrase, say
-from legroom.records.chosen_settings import Settings
+from legroom.records.settings_and_overrides import Settings
 from legroom.system.lazy_and_optional_imports import require
 
 __all__ = ["RayGuard", "doctor", "drop", "entries", "guarded", "warm"]

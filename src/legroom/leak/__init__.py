@@ -2,17 +2,17 @@
 
 In the training process:
 
-    memory_recorder    takes samples at steps within a share of the time, writes one file per process
-    torch_step_hooks   what counts as a step: optimizer.step, batches of a DataLoader and of its workers
-    process_counters   memory of this process, and what malloc has given out
-    holders            walks from the user's variables to the containers, tensors and texts that they keep
-    object_size        bytes that an object keeps alive, by memory pool
-    autograd_graphs    how far back an autograd graph reaches
-    creation_sites     windows of tracemalloc: which line made what stays alive
-    shm_files_by_line  files in /dev/shm by the line that made them
-    copied_dataset     pages of a dataset that a forked worker has copied
-    user_source_files  which source files are the user's own
-    leak_watch         legroom.leak.watch, for a script or notebook
+    memory_recorder                  takes samples at steps within a share of the time, writes one file per process
+    torch_step_hooks                 what counts as a step: optimizer.step, batches of a DataLoader and of its workers
+    process_counters                 memory of this process, and what malloc has given out
+    containers_held_by_variables     walks from the user's variables to the containers, tensors and texts that they keep
+    object_size                      bytes that an object keeps alive, by memory pool
+    autograd_graphs                  how far back an autograd graph reaches
+    creation_sites                   windows of tracemalloc: which line made what stays alive
+    shm_files_by_line                files in /dev/shm by the line that made them
+    dataset_pages_copied_by_workers  pages of a dataset that a forked worker has copied
+    user_source_files                which source files are the user's own
+    leak_watch                       legroom.leak.watch, for a script or notebook
 
 After it, or meanwhile:
 

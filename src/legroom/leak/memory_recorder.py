@@ -16,20 +16,20 @@ import weakref
 from typing import Any
 
 from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
-from legroom.leak.copied_dataset import CopiedDataset
+from legroom.leak.containers_held_by_variables import Holder, Holding, Key, Walk, newest_items, running_frames
 from legroom.leak.creation_sites import Tracing, creation_line, live_tensors
-from legroom.leak.holders import Holder, Holding, Key, Walk, newest_items, running_frames
+from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset
 from legroom.leak.object_size import size_per_item
 from legroom.leak.process_counters import process_start, read_counters
 from legroom.leak.record_files import SCHEMA, RecordWriter, counters_object
 from legroom.leak.shm_files_by_line import ShmFiles
 from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
 from legroom.messages import say
+from legroom.probe.process_and_limits import plain
 
 # Not when the last sample is taken, at exit: after Ctrl-C, a dataclass that is defined then makes Python exit with 1
 # instead of ending by SIGINT.
-from legroom.probe.memory import free_memory
-from legroom.probe.process_and_limits import plain
+from legroom.probe.ram_swap_and_pressure import free_memory
 from legroom.system import step_callbacks
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread

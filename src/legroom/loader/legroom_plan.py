@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from legroom.advice.job_settings_to_workload import Batch, DataRows, Demand, batch_of, data_rows, workload_of
 from legroom.advice.plan_jobs_per_gpu import plan_for
-from legroom.errors import NoSuchProcess, UsageError
-from legroom.messages import counted, joined, listed, phrase, say
+from legroom.errors import UsageError
+from legroom.messages import counted, listed, phrase, say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory_of_running_jobs import job, jobs
-from legroom.probe.shm_segments import Segments, files_below
+from legroom.probe.memory_of_running_jobs import RunningJobs, measure_running_jobs
 from legroom.probe.snapshot import snapshot
 from legroom.records.machine import Machine
-from legroom.records.workload import Job, Plan, Workload
+from legroom.records.workload import Plan, Workload
 from legroom.system.argument_checks import check_integer
 from legroom.units import parse_size
 
@@ -94,7 +92,7 @@ def plan(
     if gpus is not None:
         gpus = check_integer("gpus", gpus, 1)
     jobs_per_gpu = check_integer("jobs_per_gpu", jobs_per_gpu, 1)
-    measured = running(host, measure, match) if measure or match is not None else None
+    measured = measure_running_jobs(host, measure, match) if measure or match is not None else None
     rows = data_rows(data, keys) if data is not None else None
     batch = _batch(rows, sample_bytes, batch_size)
     _require_something(demand, measured, rows, batch)
@@ -135,7 +133,9 @@ def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: in
     )
 
 
-def _require_something(demand: Demand, measured: Running | None, rows: DataRows | None, batch: Batch | None) -> None:
+def _require_something(
+    demand: Demand, measured: RunningJobs | None, rows: DataRows | None, batch: Batch | None
+) -> None:
     if measured is not None and (demand.per_process is not None or batch is not None):
         raise UsageError(
             say("measuring running jobs cannot be combined with a description of a job"),
@@ -164,7 +164,7 @@ def _gpus(machine: Machine, stated: int | None) -> tuple[int, tuple[str, ...]]:
     return 1, (say("no GPU found ({why}): one is assumed; pass --gpus for another number", why=why),)
 
 
-def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: DataRows | None) -> Workload:
+def _one(demand: Demand, batch: Batch | None, measured: RunningJobs | None, shared: DataRows | None) -> Workload:
     """One job: its processes are its ranks."""
     one = workload_of(demand, batch, demand.ranks)
     if measured is not None:
@@ -189,7 +189,7 @@ def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: 
     return one
 
 
-def _about(measured: Running | None) -> tuple[str, ...]:
+def _about(measured: RunningJobs | None) -> tuple[str, ...]:
     if measured is None:
         return ()
     return tuple(note for job in measured.jobs for note in job.notes)
@@ -206,94 +206,3 @@ def _about_rows(rows: DataRows | None, batch: Batch | None) -> tuple[str, ...]:
     if rows.left_out:
         notes.append(say("not included, because they have no rows: {names}", names=listed(rows.left_out[:5])))
     return tuple(notes)
-
-
-_STORE = "/legroom-"  # a store of shared datasets: one copy for any number of jobs
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """Training runs that are active now: the memory of each, and of all together."""
-
-    jobs: tuple[Job, ...]
-    shm: tuple[int, ...]  # bytes in /dev/shm that only one job uses
-    ram: tuple[int | None, ...]  # private memory of each, workers included
-    shared: int  # bytes in /dev/shm that several of them use, or may use
-
-    @property
-    def held(self) -> int:
-        """All they hold of /dev/shm."""
-        return sum(self.shm) + self.shared
-
-    @property
-    def each_shm(self) -> int:
-        """The mean of one, rounded up."""
-        return -(-sum(self.shm) // len(self.shm))
-
-    @property
-    def each_ram(self) -> int | None:
-        """The mean private memory of one; None where one's could not be read."""
-        known = [amount for amount in self.ram if amount is not None]
-        return -(-sum(known) // len(known)) if len(known) == len(self.ram) else None
-
-
-def running(host: Host, pids: Sequence[int] = (), pattern: str | None = None) -> Running:
-    """The running jobs with these process ids, and those whose command line matches the pattern."""
-    found = {one.pid: one for one in (jobs(host, pattern) if pattern is not None else [])}
-    found.update({pid: job(host, pid) for pid in pids})
-    members = tuple(found.values())
-    for one in members:
-        if one.held.get("shm") is None:
-            raise NoSuchProcess(
-                say("process {pid} cannot be measured", pid=one.pid),
-                why=joined(one.notes) or say("no permission to read its memory maps"),
-                fix=(
-                    say("run as the user who started it, or as root"),
-                    say("or pass the memory of one process: --per-process 5.75MB"),
-                ),
-            )
-    segments, everybodys = _shared(host, members)
-    own = []
-    for one in members:
-        inodes = {inode for process in one.processes for inode in segments.seen.get(process.pid, ())}
-        own.append(max(0, (one.held["shm"] or 0) - (segments.total(inodes & everybodys) or 0)))
-    used = {inode for inodes in segments.seen.values() for inode in inodes}
-    return Running(
-        jobs=members,
-        shm=tuple(own),
-        ram=tuple(_private(host, one) for one in members),
-        shared=segments.total(everybodys & used) or 0,
-    )
-
-
-def _shared(host: Host, members: Sequence[Job]) -> tuple[Segments, set[int]]:
-    """Segments that more than one job uses, and those of a dataset store, which any may use."""
-    segments = Segments.of(host)
-    listed = files_below(host, segments.path).files
-    segments.know(listed)
-    holders: Counter[int] = Counter()
-    for one in members:
-        inodes: set[int] = set()
-        for process in one.processes:
-            held = segments.of_process(process.pid)
-            inodes |= held.inodes if held is not None else set()
-        holders.update(inodes)
-    stored = {file.inode for file in listed if file.path.startswith(segments.path + _STORE)}
-    return segments, stored | {inode for inode, count in holders.items() if count > 1}
-
-
-def _private(host: Host, one: Job) -> int | None:
-    """Anonymous pages by PSS, and pinned memory; /dev/shm is counted for itself.
-
-    Pages of files (libraries, a dataset on disk that is mapped) are one copy for all who map them, and the kernel takes
-    them back when it needs to: a second job adds none.
-    """
-    total = 0
-    for process in one.processes:
-        anonymous = host.table(f"/proc/{process.pid}/smaps_rollup").get("Pss_Anon")
-        if anonymous is None:  # kernels before 5.9: by status, where a forked child's share counts twice
-            anonymous = host.table(f"/proc/{process.pid}/status").get("RssAnon")
-        if anonymous is None:
-            return None
-        total += anonymous + (process.pinned or 0)
-    return total

@@ -17,7 +17,7 @@ from typing import Any
 
 from legroom.advice.memory_need_of_loaders_and_processes import SPARE
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import free_memory
+from legroom.probe.ram_swap_and_pressure import free_memory
 from legroom.probe.shm import shm_space
 from legroom.system.lazy_and_optional_imports import import_lock
 

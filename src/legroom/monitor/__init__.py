@@ -2,9 +2,10 @@
 
 watch_in_script          `legroom.watch`: watch this process from inside a script
 process_selection        which processes are watched: a tree, a match, a user's, this one
-sampler                  take one sample: pools, processes, cache entries, within a share of the time
+take_watch_sample        take one sample: pools, processes, cache entries, within a share of the time
 script_marks_and_steps   marks, components and steps that a script reports, and the files that carry them
 watch_loop               take samples at the interval, evaluate alarms, pass moments to the outputs
+outputs_that_may_block   a pipe that no process reads, a hung disk: a thread of its own, readings are dropped
 history_and_trend        samples and free space over time; leak or warm-up, time until a pool is full, what grows
 alarms                   every alarm rule with its thresholds; when an alarm begins and ends
 pool_and_alarm_timeline  pool use, marks and alarms over time, for charts and views

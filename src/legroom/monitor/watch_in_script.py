@@ -19,8 +19,8 @@ from legroom.monitor.history_and_trend import History
 from legroom.monitor.notify import Notifier, Send, command_sender, function_sender, webhook_sender
 from legroom.monitor.process_selection import this_process
 from legroom.monitor.prometheus import Prometheus
-from legroom.monitor.sampler import Sampler
 from legroom.monitor.script_marks_and_steps import AnnotationCollector, AnnotationFile, StepRate
+from legroom.monitor.take_watch_sample import Sampler
 from legroom.monitor.watch_log import WatchLog
 from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
 from legroom.probe.host_files_and_syscalls import Host

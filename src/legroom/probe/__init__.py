@@ -8,8 +8,8 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
 - gpu_devices: NVIDIA GPUs with their memory and processes
 - host_files_and_syscalls: files and system calls of the machine that is read
-- memory_of_running_jobs: training jobs that run now, their processes and what they hold together
-- memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
+- memory_of_running_jobs: training jobs that run now: what each holds, what several share
+- ram_swap_and_pressure: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
 - nvml: calls of NVML, with a reason for each failure; which entry is this process, also where NVML lists host pids
 - process_and_limits: processes, their memory and command lines; limits: descriptors, CPU quota, pinned memory, TMPDIR
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them

@@ -15,7 +15,7 @@ from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import Group, cgroup
 from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
-from legroom.probe.memory import memory_in, ram_bounds, ram_pool
+from legroom.probe.ram_swap_and_pressure import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records.machine import Available
@@ -59,7 +59,7 @@ def _ram(host: Host) -> Available:
     memory = memory_in(host, _group(host)) if host.platform == "linux" else None
     if memory is None:
         with import_lock:
-            from legroom.probe.memory import memory as read
+            from legroom.probe.ram_swap_and_pressure import memory as read
 
         memory = read(host)
     whole = ram_pool(memory)

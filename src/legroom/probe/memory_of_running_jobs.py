@@ -1,4 +1,4 @@
-"""One running training job: its processes, what they hold together, the settings on its command line.
+"""Running training jobs: the processes of each, what they hold together, the settings on its command line.
 
 Shared memory is counted once: /dev/shm by segment, RAM by PSS. The limit on descriptors is per process, so the job's
 figure is that of the process nearest its limit.
@@ -7,11 +7,13 @@ figure is that of the process nearest its limit.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from legroom.messages import say
+from legroom.errors import NoSuchProcess
+from legroom.messages import joined, say
 from legroom.probe.copy_on_write import CopiedMemory, CopyReader
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
@@ -141,6 +143,100 @@ def sum_if_known(figures: Sequence[int | None]) -> int | None:
     """Their sum; None where one of them is unknown."""
     known = [figure for figure in figures if figure is not None]
     return sum(known) if len(known) == len(figures) else None
+
+
+_STORE = "/legroom-"  # a store of shared datasets: one copy for any number of jobs
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJobs:
+    """Training runs that are active now: the memory of each, and of all together."""
+
+    jobs: tuple[Job, ...]
+    shm: tuple[int, ...]  # bytes in /dev/shm that only one job uses
+    ram: tuple[int | None, ...]  # private memory of each, workers included
+    shared: int  # bytes in /dev/shm that several of them use, or may use
+
+    @property
+    def held(self) -> int:
+        """All they hold of /dev/shm."""
+        return sum(self.shm) + self.shared
+
+    @property
+    def each_shm(self) -> int:
+        """The mean of one, rounded up."""
+        return -(-sum(self.shm) // len(self.shm))
+
+    @property
+    def each_ram(self) -> int | None:
+        """The mean private memory of one; None where one's could not be read."""
+        known = [amount for amount in self.ram if amount is not None]
+        return -(-sum(known) // len(known)) if len(known) == len(self.ram) else None
+
+
+def measure_running_jobs(host: Host, pids: Sequence[int] = (), pattern: str | None = None) -> RunningJobs:
+    """The running jobs with these process ids, and those whose command line matches the pattern.
+
+    Shared memory that several of them use is counted once, for all of them together.
+    """
+    found = {one.pid: one for one in (jobs(host, pattern) if pattern is not None else [])}
+    found.update({pid: job(host, pid) for pid in pids})
+    members = tuple(found.values())
+    for one in members:
+        if one.held.get("shm") is None:
+            raise NoSuchProcess(
+                say("process {pid} cannot be measured", pid=one.pid),
+                why=joined(one.notes) or say("no permission to read its memory maps"),
+                fix=(
+                    say("run as the user who started it, or as root"),
+                    say("or pass the memory of one process: --per-process 5.75MB"),
+                ),
+            )
+    segments, everybodys = _used_by_several(host, members)
+    own = []
+    for one in members:
+        inodes = {inode for process in one.processes for inode in segments.seen.get(process.pid, ())}
+        own.append(max(0, (one.held["shm"] or 0) - (segments.total(inodes & everybodys) or 0)))
+    used = {inode for inodes in segments.seen.values() for inode in inodes}
+    return RunningJobs(
+        jobs=members,
+        shm=tuple(own),
+        ram=tuple(_private_ram(host, one) for one in members),
+        shared=segments.total(everybodys & used) or 0,
+    )
+
+
+def _used_by_several(host: Host, members: Sequence[Job]) -> tuple[Segments, set[int]]:
+    """Segments that more than one job uses, and those of a dataset store, which any may use."""
+    segments = Segments.of(host)
+    listed = files_below(host, segments.path).files
+    segments.know(listed)
+    holders: Counter[int] = Counter()
+    for one in members:
+        inodes: set[int] = set()
+        for process in one.processes:
+            held = segments.of_process(process.pid)
+            inodes |= held.inodes if held is not None else set()
+        holders.update(inodes)
+    stored = {file.inode for file in listed if file.path.startswith(segments.path + _STORE)}
+    return segments, stored | {inode for inode, count in holders.items() if count > 1}
+
+
+def _private_ram(host: Host, one: Job) -> int | None:
+    """Anonymous pages by PSS, and pinned memory; /dev/shm is counted for itself.
+
+    Pages of files (libraries, a dataset on disk that is mapped) are one copy for all who map them, and the kernel takes
+    them back when it needs to: a second job adds none.
+    """
+    total = 0
+    for process in one.processes:
+        anonymous = host.table(f"/proc/{process.pid}/smaps_rollup").get("Pss_Anon")
+        if anonymous is None:  # kernels before 5.9: by status, where a forked child's share counts twice
+            anonymous = host.table(f"/proc/{process.pid}/status").get("RssAnon")
+        if anonymous is None:
+            return None
+        total += anonymous + (process.pinned or 0)
+    return total
 
 
 _READINGS, _BETWEEN = 4, 1.0  # of the workers of a job, and seconds between them

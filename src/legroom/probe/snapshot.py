@@ -5,8 +5,8 @@ from __future__ import annotations
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.process_and_limits import cpu, fds_pool, limits, pinned_pool, processes, temporary, with_shm
+from legroom.probe.ram_swap_and_pressure import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.runtime_environment import environment
 from legroom.probe.shm import shm, shm_pool
 from legroom.records.machine import Machine

@@ -4,7 +4,7 @@
 - finding_and_alarm: a finding about the machine or a job, an alarm of `legroom watch`
 - workload: what a job does and takes: loaders, needs, plans, measurements; a running job
 - loader_settings_and_flags: DataLoader settings under torch's names, from the environment or a script's command line
-- chosen_settings: settings chosen for a job, with reasons and overrides
+- settings_and_overrides: settings chosen for a job, with reasons and overrides
 - cache_entry: entries of the cache, what was removed, verification
 - node_results: what happened on each node of a cluster
 - gpu_results: GPU limits, accounts, batch-size searches and estimates
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         StoreRoom,
         Verification,
     )
-    from legroom.records.chosen_settings import Lever, Settings
     from legroom.records.finding_and_alarm import Alarm, AlarmLevel, Finding, Severity
     from legroom.records.loader_settings_and_flags import (
         CompleteLoaderSettings,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
         Swap,
         Temporary,
     )
+    from legroom.records.settings_and_overrides import Lever, Settings
     from legroom.records.watch_sample import (
         AlarmSpan,
         Annotations,

@@ -12,7 +12,7 @@ from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Process
 
 if TYPE_CHECKING:
-    from legroom.records.chosen_settings import Settings  # which holds a Plan
+    from legroom.records.settings_and_overrides import Settings  # which holds a Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from legroom.records.failure import Evidence
 from legroom.records.machine import Machine
 from legroom.report.bundle import Attachments, Collected, Part
 from legroom.report.redact import SECRET_NAME, shape_of
-from legroom.rescue.failure_messages_in_log import read_log
+from legroom.rescue.find_failures_in_log import read_log
 from legroom.rescue.verdict import classify, verdict_object, with_fixes
 from legroom.system.lazy_and_optional_imports import package_version
 from legroom.version import VERSION

@@ -31,7 +31,7 @@ from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, command_text, is_ending
 from legroom.records.failure import LogFacts, Role, Victim
-from legroom.rescue.failure_messages_in_log import OOM_KILL
+from legroom.rescue.find_failures_in_log import OOM_KILL
 
 _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import SHM, Segments
 from legroom.records.failure import Level, LogFacts
-from legroom.rescue.failure_messages_in_log import WINDOW
+from legroom.rescue.find_failures_in_log import WINDOW
 
 _HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
 

@@ -28,7 +28,7 @@ from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
-from legroom.rescue.failure_messages_in_log import LogTail
+from legroom.rescue.find_failures_in_log import LogTail
 from legroom.system.processes_and_threads import ExitStatus, legroom_disabled, start_daemon_thread, why_no_thread
 
 LOADER = "LEGROOM_LOADER"  # variable: which DataLoader a script gets

@@ -23,14 +23,21 @@ from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import Version
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
 from legroom.probe.process_and_limits import process_at
+from legroom.probe.ram_swap_and_pressure import (
+    SwapCounters,
+    level_at,
+    memory,
+    parse_pressure,
+    pressure,
+    read_swap_counters,
+)
 from legroom.records.failure import Level, Reading
 from legroom.records.finding_and_alarm import Alarm
 from legroom.records.machine import CgroupLevel, MemoryEvents, Pool
 from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
-from legroom.rescue.leftover_shm import JobShmFiles
+from legroom.rescue.remove_shm_files_of_job import JobShmFiles
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.

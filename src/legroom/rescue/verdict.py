@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from legroom.advice import remedies
+from legroom.advice import fix_commands
 from legroom.messages import phrase, say
 from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, longest_socket
 from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Sign, Verdict, unknown
 from legroom.records.machine import Machine, RuntimeEnvironment
-from legroom.rescue import verdict_from_exit, verdict_from_log
-from legroom.rescue.failure_messages_in_log import Signs, quoted_line
+from legroom.rescue import verdict_from_exit, verdict_from_log, verdict_of_bus_error
+from legroom.rescue.find_failures_in_log import Signs, quoted_line
 from legroom.units import format_size
 
 LOG_ALONE = 0.85
@@ -44,7 +44,7 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_log.device,
     verdict_from_log.gpu_library,
     verdict_from_log.gpu_refused,
-    verdict_from_log.bus,
+    verdict_of_bus_error.bus,
     verdict_from_exit.swapping,
     verdict_from_exit.ended_by,
     verdict_from_exit.worker_killed,
@@ -183,12 +183,12 @@ def fixes(
     ``keyboard``: Ctrl-C at this terminal.
     """
     if cause == "shm-full":
-        wanted = remedies.advised_shm(ram)
+        wanted = fix_commands.advised_shm(ram)
         if shm is not None:
             bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
             wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
         # A log may come from elsewhere, and a large /dev/shm may be full: never advise a smaller one.
-        larger = (_large_already(here),) if here and here >= wanted else remedies.enlarge_shm(runtime, wanted)
+        larger = (_large_already(here),) if here and here >= wanted else fix_commands.enlarge_shm(runtime, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
             say("legroom.DataLoader does not use /dev/shm. For an unmodified script:\nlegroom run --loader "
@@ -198,22 +198,22 @@ def fixes(
     if cause in ("ram-oom-kill", "ram-allocation"):
         return _more_ram(runtime, ram, total_ram)
     if cause == "swap-thrash":
-        return remedies.settle_swap(runtime, moving=True)
+        return fix_commands.settle_swap(runtime, moving=True)
     if cause == "gpu-oom":
-        return remedies.use_less_gpu(runtime)
+        return fix_commands.use_less_gpu(runtime)
     if cause == "pinned-exhausted":
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
         return (less, *_more_ram(runtime, ram, total_ram))
     if cause == "fds-exhausted":
-        return remedies.raise_nofile(runtime, nofile or 1024, None)
+        return fix_commands.raise_nofile(runtime, nofile or 1024, None)
     if cause == "processes-exhausted":
         return _more_processes(runtime)
     if cause == "map-count":
         return _more_maps(runtime)
     if cause == "disk-full":
-        return remedies.free_disk(".")
+        return fix_commands.free_disk(".")
     if cause == "tmpdir-too-long":
-        return remedies.shorten_temporary(TMPDIR_VARIABLES[0], longest_socket(runtime.platform) - SOCKET_TAIL)
+        return fix_commands.shorten_temporary(TMPDIR_VARIABLES[0], longest_socket(runtime.platform) - SOCKET_TAIL)
     if cause == "worker-killed":
         who = say("find out what killed it: a time limit, another user, an OOM daemon (journalctl, dmesg)")
         return (who, say("check:\nlegroom doctor"))
@@ -235,7 +235,7 @@ def fixes(
 def _more_ram(runtime: RuntimeEnvironment, ram: int | None, total_ram: int | None) -> tuple[str, ...]:
     """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
     limited = ram is not None and (total_ram is None or ram < total_ram)
-    return remedies.raise_ram_limit(runtime, ram if limited else None, total_ram, running=False)
+    return fix_commands.raise_ram_limit(runtime, ram if limited else None, total_ram, running=False)
 
 
 def _more_processes(runtime: RuntimeEnvironment) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import re
 
 from legroom.messages import listed, say
 from legroom.records.failure import Cause, Evidence, OomCount, RuleResult, Sign, Victim, exit_line, level_line, unknown
-from legroom.rescue.failure_messages_in_log import Signs, context, killed_in, quoted_line
-from legroom.rescue.log_patterns import CONSEQUENCE
+from legroom.rescue.failure_message_patterns import CONSEQUENCE
+from legroom.rescue.find_failures_in_log import Signs, context, killed_in, quoted_line
 from legroom.system.processes_and_threads import signal_name
 from legroom.units import format_duration, format_size
 

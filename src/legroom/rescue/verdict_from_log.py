@@ -1,6 +1,6 @@
 """Verdict rules on what the program printed before it ended, checked against the samples. Pure.
 
-GPU memory, pinned memory, file descriptors, sockets, /dev/shm, disk, failed host allocations, bus errors.
+GPU memory, pinned memory, file descriptors, sockets, /dev/shm, disk, failed host allocations.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ import re
 
 from legroom.messages import say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
-from legroom.rescue.failure_messages_in_log import WINDOW, Signs, context, quoted_line
-from legroom.rescue.log_patterns import SHORTAGES
+from legroom.rescue.failure_message_patterns import SHORTAGES
+from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
 
-_SIGBUS = 7
 FULL = 0.9  # a pool this full has no space for the next batch
 GREW = 0.5  # half full at a sample, and a bus error right after
 DISK_FULL = 0.98
-_NEAR = 10.0  # seconds before the end in which a level counts
-_BUS_CAUSES: tuple[Cause, ...] = ("shm-full", "disk-full", "not-memory")
 _VAGUE = frozenset({"cuda-oom-bare", "gpu-likely", "device-oom", "oom-handled", "fds-likely", "shm-likely"})
 _ON_CPU = re.compile(r"device:CPU|allocator (?:mkl_?)?cpu|cpu_allocator|DefaultCPU")
 _BYTES = re.compile(r"allocat\w* (\d+) bytes")
@@ -225,7 +222,7 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
 def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]:
     """A "No space left on device" for a semaphore, a queue or a shared tensor: these are in /dev/shm."""
     sign = signs.text("disk")
-    if sign is None or _PATH.search(sign.line) or _full_disks(evidence):
+    if sign is None or _PATH.search(sign.line) or full_disks(evidence):
         return None, 0.0
     if _innermost(evidence, sign) or signs.text("worker-bus"):
         return sign, 0.93
@@ -239,44 +236,12 @@ def _innermost(evidence: Evidence, sign: Sign) -> bool:
     )
 
 
-def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """SIGBUS: no page left on a full tmpfs or disk, or a truncated memory-mapped file."""
-    hit = evidence.ending is not None and evidence.ending.by_signal(_SIGBUS)
-    sign = signs.text("worker-bus", "bus")
-    if not hit and sign is None:
-        return None
-    lines = [quoted_line(sign)] if sign else []
-    level = fullest_shm(evidence)
-    if not evidence.live or level is None:
-        lines.append(say("/dev/shm usage is unknown; a truncated memory-mapped file causes the same error"))
-        # In a DataLoader worker it usually is /dev/shm.
-        if signs.text("worker-bus"):
-            return RuleResult("shm-full", 0.7, (*lines, exit_line(evidence.ending)), likely=_BUS_CAUSES)
-        return unknown((*lines, exit_line(evidence.ending)), *_BUS_CAUSES)
-    lines.append(level_line(say("/dev/shm peak"), level))
-    disks = _full_disks(evidence)
-    lines += [level_line(path, one) for path, one in disks.items()]
-    near = _shm_near_end(evidence)
-    if near is not None and near.share >= FULL:
-        return RuleResult("shm-full", 0.65 if disks else 0.97, (*lines, exit_line(evidence.ending)))
-    if disks:
-        summary = say("bus error: a memory-mapped file is on a full disk, which had no space for one of its pages.")
-        return RuleResult("disk-full", 0.9, (*lines, exit_line(evidence.ending)), summary=summary)
-    if level.share >= GREW:
-        return RuleResult("shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending)))
-    if not evidence.disks:  # none could be read
-        return unknown((*lines, exit_line(evidence.ending)), *_BUS_CAUSES)
-    lines.append(say("no disk that it writes to was full; a truncated memory-mapped file causes a bus error"))
-    summary = say("bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use.")
-    return RuleResult("not-memory", 0.7, (*lines, exit_line(evidence.ending)), summary=summary)
-
-
 def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """No space left, and not in /dev/shm."""
     sign = signs.text("disk-quota", "disk", "disk-write", "disk-io")
     if sign is None:
         return None
-    full = _full_disks(evidence)
+    full = full_disks(evidence)
     level = fullest_shm(evidence)
     lines = [quoted_line(sign), *(level_line(path, one) for path, one in full.items())]
     if not full and level is not None and level.share >= FULL and sign.code == "disk":
@@ -320,18 +285,8 @@ def fullest_shm(evidence: Evidence) -> Level | None:
     return max(seen, key=lambda level: level.share, default=None)
 
 
-def _shm_near_end(evidence: Evidence) -> Level | None:
-    """The peak of /dev/shm in the last seconds: an earlier one did not end the job."""
-    if not evidence.readings:
-        return fullest_shm(evidence)
-    since = evidence.readings[-1].when - _NEAR
-    seen = [one.levels["shm"] for one in evidence.readings if one.when >= since and "shm" in one.levels]
-    if evidence.shm_at_end is not None:
-        seen.append(evidence.shm_at_end)
-    return max(seen, key=lambda level: level.share, default=None)
-
-
-def _full_disks(evidence: Evidence) -> dict[str, Level]:
+def full_disks(evidence: Evidence) -> dict[str, Level]:
+    """The disks that it writes to and that were full."""
     return {path: level for path, level in evidence.disks.items() if level.share >= DISK_FULL}
 
 

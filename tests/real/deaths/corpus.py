@@ -164,7 +164,7 @@ def _rig(case: Case, place: str, command: list[str], folder: Path) -> Iterator[l
 def explain(text: str) -> dict[str, Any]:
     """What `legroom explain` says about that log."""
     from legroom.records.failure import Evidence
-    from legroom.rescue.failure_messages_in_log import facts_of
+    from legroom.rescue.find_failures_in_log import facts_of
     from legroom.rescue.verdict import classify, verdict_object
 
     return verdict_object(classify(Evidence(log=facts_of(text.encode()))))

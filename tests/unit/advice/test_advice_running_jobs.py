@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import NoSuchProcess, NothingMatches
-from legroom.loader.legroom_plan import plan, running
+from legroom.loader.legroom_plan import plan
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.memory_of_running_jobs import measure_running_jobs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
 MB = 1 << 20
@@ -63,7 +64,7 @@ def _held(common: Path) -> Iterator[list[int]]:
 
 
 def test_what_they_share_counts_once(pair: list[int]) -> None:
-    found = running(Host(), pair)
+    found = measure_running_jobs(Host(), pair)
     assert found.shm == (2 * MB, 2 * MB) and found.shared == 8 * MB and found.held == 12 * MB
     assert found.each_shm == 2 * MB and (found.each_ram or 0) > MB
     planned = plan(gpus=4, jobs_per_gpu=3, measure=pair)
@@ -72,16 +73,16 @@ def test_what_they_share_counts_once(pair: list[int]) -> None:
 
 
 def test_a_shared_dataset_counts_once_even_for_a_single_training_run(stored: list[int]) -> None:
-    found = running(Host(), stored[:1])
+    found = measure_running_jobs(Host(), stored[:1])
     assert found.shm == (2 * MB,) and found.shared == 8 * MB
     assert plan(gpus=4, jobs_per_gpu=3, measure=stored[:1]).need.shm == 12 * 2 * MB + 8 * MB
 
 
 def test_no_process_and_no_job() -> None:
     with pytest.raises(NoSuchProcess):
-        running(Host(), [999_999_999])
+        measure_running_jobs(Host(), [999_999_999])
     with pytest.raises(NothingMatches):
-        running(Host(), pattern="no such training as this [0-9]{9}")
+        measure_running_jobs(Host(), pattern="no such training as this [0-9]{9}")
 
 
 @pytest.mark.real("user")

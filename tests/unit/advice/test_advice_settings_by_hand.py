@@ -9,7 +9,6 @@ from measured_data import dataset
 from legroom.advice.choose_tuned_settings import TuneRequest, choose, climb
 from legroom.advice.complete_and_explain_tuned_settings import settle
 from legroom.errors import UsageError
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import (
     VARIABLE,
     CompleteLoaderSettings,
@@ -18,6 +17,7 @@ from legroom.records.loader_settings_and_flags import (
     read_word,
     to_environment,
 )
+from legroom.records.settings_and_overrides import Settings
 
 
 def test_an_override_can_be_rolled_back_by_setting() -> None:

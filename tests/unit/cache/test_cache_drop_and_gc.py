@@ -19,11 +19,11 @@ import zarr
 from cache_scenario_process import BUILD_STEPS, REMOVAL_STEPS
 
 import legroom
-from legroom.cache import capacity, drop_and_gc, eviction, list_and_verify, locks
+from legroom.cache import drop_and_gc, eviction, list_and_verify, locks, store_free_space
 from legroom.cache import store_directories as store_module
-from legroom.cache.capacity import store_bytes
 from legroom.cache.stale_entries import SourceMatcher
 from legroom.cache.store_directories import delete_trash, open_stores
+from legroom.cache.store_free_space import store_bytes
 from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError
 
 
@@ -212,8 +212,8 @@ class TestGc:
         with open_stores(make=True) as places, StagingDirectory(places.election_store, 1000, evict=False) as work:
             assert drop_and_gc.gc(dry_run=True).strays == drop_and_gc.gc().strays == 0
             assert work.folder.is_dir() and work.folder.parent == shm / "work"
-            assert capacity.outstanding_reservations(places.election_store) == 1000
-            assert capacity.outstanding_reservations(places.election_store, work.lock_file) == 0
+            assert store_free_space.outstanding_reservations(places.election_store) == 1000
+            assert store_free_space.outstanding_reservations(places.election_store, work.lock_file) == 0
         assert not work.folder.exists()
 
     def test_what_ordinary_use_leaves_is_no_leftover(self, shm: Path, tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ class TestGc:
 def pretend(monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
     """The shared-memory store has that many bytes and no other bound."""
 
-    def bounds(store: object, env: object = None) -> list[capacity.Bound]:
+    def bounds(store: object, env: object = None) -> list[store_free_space.Bound]:
         if getattr(store, "root", None) != root:
-            return [capacity.Bound(1 << 40, lambda: "plenty")]
-        return [capacity.Bound(size - store_bytes(store), lambda: "pretended")]  # type: ignore[arg-type]
+            return [store_free_space.Bound(1 << 40, lambda: "plenty")]
+        return [store_free_space.Bound(size - store_bytes(store), lambda: "pretended")]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(capacity, "bounds", bounds)
-    monkeypatch.setattr(capacity, "bounds_now", bounds)
+    monkeypatch.setattr(store_free_space, "bounds", bounds)
+    monkeypatch.setattr(store_free_space, "bounds_now", bounds)
 
 
 @pytest.mark.usefixtures("old_files")

@@ -231,13 +231,13 @@ def test_no_room_is_an_error_with_numbers_and_leaves_nothing(
     shm: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LEGROOM_DISK_LIMIT", "1MB")
-    from legroom.cache import capacity
+    from legroom.cache import store_free_space
 
-    real = capacity.bounds
+    real = store_free_space.bounds
     monkeypatch.setattr(
-        capacity,
+        store_free_space,
         "bounds",
-        lambda store, env=None: [*real(store, env), capacity.Bound(1 << 20, lambda: "a small store")],
+        lambda store, env=None: [*real(store, env), store_free_space.Bound(1 << 20, lambda: "a small store")],
     )
     big = [os.urandom(1000) for _ in range(100)] * 100
     with pytest.raises(NoRoom, match="no store has enough free space for big"):

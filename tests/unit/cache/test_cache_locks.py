@@ -176,7 +176,7 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
         ("legroom.cache.open_without_cache", "open", "1", "a.npy"),
         ("legroom.formats.npy_reader", "open", "1", "a.npy"),
         ("legroom.loader.batches.legroom_open", "open", "", "a.npy"),  # the public name itself
-        ("legroom.cache.capacity", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
+        ("legroom.cache.store_free_space", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
         ("legroom.probe.gpu_devices", "available", "", "a.npy"),
     ],
 )

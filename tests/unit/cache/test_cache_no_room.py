@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import capacity, eviction, list_and_verify, locks, remembered_digests
+from legroom.cache import eviction, list_and_verify, locks, remembered_source_digests, store_free_space
 from legroom.cache import store_directories as store_module
-from legroom.cache.capacity import store_bytes
 from legroom.cache.manifest import is_key
 from legroom.cache.store_directories import Store
+from legroom.cache.store_free_space import store_bytes
 from legroom.errors import NoRoom, UsageError
 
 MB = 1 << 20
@@ -59,22 +59,22 @@ class TestOneDirectoryTwice:
 @pytest.mark.usefixtures("old_files")
 class TestEviction:
     def tight(self, monkeypatch: pytest.MonkeyPatch, allowed: int, **what: Any) -> None:
-        def bounds(store: Store, env: object = None) -> list[capacity.Bound]:
+        def bounds(store: Store, env: object = None) -> list[store_free_space.Bound]:
             if store.backing == "disk":
-                return [capacity.Bound(0, lambda: "none")]
+                return [store_free_space.Bound(0, lambda: "none")]
             return [
-                capacity.Bound(1 << 40, lambda: "plenty"),
-                capacity.Bound(allowed - store_bytes(store), lambda: "tight", **what),
+                store_free_space.Bound(1 << 40, lambda: "plenty"),
+                store_free_space.Bound(allowed - store_bytes(store), lambda: "tight", **what),
             ]
 
-        monkeypatch.setattr(capacity, "bounds", bounds)
-        for module in (eviction, capacity):
+        monkeypatch.setattr(store_free_space, "bounds", bounds)
+        for module in (eviction, store_free_space):
             monkeypatch.setattr(module, "in_memory", lambda store: True)
 
     def test_entries_charged_to_another_cgroup_stay(
         self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(capacity, "memory_cgroup_inodes", lambda: (7, 1))
+        monkeypatch.setattr(store_free_space, "memory_cgroup_inodes", lambda: (7, 1))
         keys = [legroom.open(make(tmp_path, number)).info.key for number in range(3)]
         self.tight(monkeypatch, 300_000, memory=True, group=8)
         with pytest.raises(NoRoom):
@@ -97,7 +97,7 @@ class TestEviction:
         charged = {0: (7, 1), 1: (8, 1), 2: (7, 1)}
         keys = []
         for number, groups in charged.items():
-            monkeypatch.setattr(capacity, "memory_cgroup_inodes", lambda groups=groups: groups)
+            monkeypatch.setattr(store_free_space, "memory_cgroup_inodes", lambda groups=groups: groups)
             keys.append(legroom.open(make(tmp_path, number)).info.key)
         self.tight(monkeypatch, room_used(shm) + 150_000, memory=True, group=8)
         data = legroom.open(make(tmp_path, 9, 100_000))
@@ -110,16 +110,16 @@ class TestEviction:
         """Evicting would satisfy the file system and leave the cgroup short."""
         key = legroom.open(make(tmp_path, 1, 200_000)).info.key
 
-        def bounds(store: Store, env: object = None) -> list[capacity.Bound]:
+        def bounds(store: Store, env: object = None) -> list[store_free_space.Bound]:
             if store.backing == "disk":
-                return [capacity.Bound(0, lambda: "none")]
+                return [store_free_space.Bound(0, lambda: "none")]
             return [
-                capacity.Bound(300_000 - store_bytes(store), lambda: "small"),
-                capacity.Bound(50_000, lambda: "group", memory=True, group=8),
+                store_free_space.Bound(300_000 - store_bytes(store), lambda: "small"),
+                store_free_space.Bound(50_000, lambda: "group", memory=True, group=8),
             ]
 
-        monkeypatch.setattr(capacity, "bounds", bounds)
-        for module in (eviction, capacity):
+        monkeypatch.setattr(store_free_space, "bounds", bounds)
+        for module in (eviction, store_free_space):
             monkeypatch.setattr(module, "in_memory", lambda store: True)
         with pytest.raises(NoRoom):
             legroom.open(make(tmp_path, 9, 100_000))
@@ -136,12 +136,12 @@ class TestFull:
     ) -> None:
         asked = []
 
-        def bounds_now(store: Store) -> list[capacity.Bound]:
+        def bounds_now(store: Store) -> list[store_free_space.Bound]:
             asked.append(store.backing)
             little = store.backing == "shm" and len(asked) > 1
-            return [capacity.Bound(0 if little else 64 * MB, lambda: "filling up")]
+            return [store_free_space.Bound(0 if little else 64 * MB, lambda: "filling up")]
 
-        monkeypatch.setattr(capacity, "bounds_now", bounds_now)
+        monkeypatch.setattr(store_free_space, "bounds_now", bounds_now)
         path = make(tmp_path, 3, 40 * MB)
         data = legroom.open(path)
         assert asked[:2] == ["shm", "shm"] and data.info.backing == "disk"
@@ -192,7 +192,7 @@ class TestRecord:
     ) -> None:
         path = make(tmp_path, 5)
         with monkeypatch.context() as broken:
-            broken.setattr(remembered_digests, "write_all", full)
+            broken.setattr(remembered_source_digests, "write_all", full)
             data = legroom.open(path)
             assert int(data["array"][0]) == 5
             assert os.listdir(shm / "sources") == []  # no half of one either
@@ -208,10 +208,10 @@ class TestRecord:
 def test_without_room_in_the_store_that_was_asked_for_the_other_is_suggested(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing: str, suggested: bool
 ) -> None:
-    def bounds(store: Store) -> list[capacity.Bound]:
-        return [capacity.Bound(10, lambda: "10 B free")]
+    def bounds(store: Store) -> list[store_free_space.Bound]:
+        return [store_free_space.Bound(10, lambda: "10 B free")]
 
-    monkeypatch.setattr(capacity, "bounds", bounds)
+    monkeypatch.setattr(store_free_space, "bounds", bounds)
     with pytest.raises(NoRoom) as caught:
         legroom.open(make(tmp_path, 1), backing=backing)
     assert any("backing='auto'" in line for line in caught.value.fix) is suggested

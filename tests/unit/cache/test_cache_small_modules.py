@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import capacity, list_and_verify, locks, mmap_huge_pages_crc32
+from legroom.cache import list_and_verify, locks, mmap_huge_pages_crc32, store_free_space
 from legroom.cache.manifest import OPENING, Damaged, from_json
 from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
 from legroom.cache.plan_entry_files import plan_files
@@ -51,15 +51,15 @@ class TestRoom:
         events = MemoryEvents(0, 0, 0, "cgroup", "test")
         levels = (CgroupLevel("/job", 200 * MB, None, 150 * MB, 120 * MB), CgroupLevel("/", None, None, None, None))
         told = Memory(1 << 34, 1 << 33, "v2", levels, False, events, None, "test")
-        monkeypatch.setattr(capacity, "memory", lambda host: told)
-        monkeypatch.setattr(capacity, "in_memory", lambda store: True)
+        monkeypatch.setattr(store_free_space, "memory", lambda host: told)
+        monkeypatch.setattr(store_free_space, "in_memory", lambda store: True)
         with open_stores(make=True) as places:
-            bound = capacity.tightest(capacity.bounds(places.election_store))
+            bound = store_free_space.tightest(store_free_space.bounds(places.election_store))
             assert bound.free == 80 * MB - 16 * MB
             assert "/job" in bound.what()
-            capacity.check_fits(places.election_store, 60 * MB)
+            store_free_space.check_fits(places.election_store, 60 * MB)
             with pytest.raises(NoRoom) as caught:
-                capacity.check_fits(places.election_store, 100 * MB)
+                store_free_space.check_fits(places.election_store, 100 * MB)
             assert "36 MB more needed" in caught.value.what
             with pytest.raises(NoRoom, match="/job"):
                 StagingDirectory(places.election_store, 100 * MB, evict=True)
@@ -69,23 +69,25 @@ class TestRoom:
         with open_stores(make=True) as places:
             store = places.election_store
             with StagingDirectory(store, 50 * MB, evict=False) as work:
-                assert capacity.outstanding_reservations(store) == 50 * MB
+                assert store_free_space.outstanding_reservations(store) == 50 * MB
                 fd = work.create("x.npy")
                 assert list(work.allocate(fd, b"h", 10 * MB)) == [(10 * MB, True)]
                 os.close(fd)
-                assert capacity.outstanding_reservations(store) == 40 * MB
+                assert store_free_space.outstanding_reservations(store) == 40 * MB
                 work.report_progress(3, 10)
-                assert capacity.read_reservation(store, work.lock_file) == (50 * MB, 3, 10)
-            assert capacity.outstanding_reservations(store) == 0
+                assert store_free_space.read_reservation(store, work.lock_file) == (50 * MB, 3, 10)
+            assert store_free_space.outstanding_reservations(store) == 0
             fd = os.open("building-dead.lock", os.O_CREAT | os.O_RDWR, dir_fd=store.work)
-            capacity.write_reservation(fd, 10 * MB, 0, 0)
+            store_free_space.write_reservation(fd, 10 * MB, 0, 0)
             os.close(fd)
-            assert capacity.outstanding_reservations(store) == 0
+            assert store_free_space.outstanding_reservations(store) == 0
 
     def test_a_room_that_shrinks_while_it_is_taken(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with open_stores(make=True) as places, StagingDirectory(places.election_store, 300 * MB, evict=False) as work:
             left = iter([200 * MB, 100 * MB, 10 * MB])
-            monkeypatch.setattr(capacity, "bounds_now", lambda store: [capacity.Bound(next(left), lambda: "shrinking")])
+            monkeypatch.setattr(
+                store_free_space, "bounds_now", lambda store: [store_free_space.Bound(next(left), lambda: "shrinking")]
+            )
             fd = work.create("x.npy")
             with pytest.raises(NoRoom, match="shrinking"):
                 list(work.allocate(fd, b"h", 300 * MB))
@@ -95,16 +97,16 @@ class TestRoom:
         assert os.listdir(shm / "work") == []
 
     def test_the_disk_store_has_a_limit(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert capacity.disk_limit(100, {}) == 50
-        assert capacity.disk_limit(100, {"LEGROOM_DISK_LIMIT": "2k"}) == 2048
+        assert store_free_space.disk_limit(100, {}) == 50
+        assert store_free_space.disk_limit(100, {"LEGROOM_DISK_LIMIT": "2k"}) == 2048
         with pytest.raises(BadSize):
-            capacity.disk_limit(100, {"LEGROOM_DISK_LIMIT": "many"})
+            store_free_space.disk_limit(100, {"LEGROOM_DISK_LIMIT": "many"})
         monkeypatch.setenv("LEGROOM_DISK_LIMIT", "1MB")
         with open_stores(make=True) as places:
             disk = places.of("disk")
             assert disk is not None
             with pytest.raises(NoRoom, match="LEGROOM_DISK_LIMIT"):
-                capacity.check_fits(disk, 2 * MB)
+                store_free_space.check_fits(disk, 2 * MB)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/maps")
@@ -197,7 +199,7 @@ class TestMaps:
     def test_a_disk_entry_larger_than_free_memory_is_left_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(capacity, "memory_bounds", lambda: [capacity.Bound(1000, lambda: "little")])
+        monkeypatch.setattr(store_free_space, "memory_bounds", lambda: [store_free_space.Bound(1000, lambda: "little")])
         item = self.make(tmp_path, MB)
         running = Prefault([item], in_memory=False)
         assert running.wait(60)

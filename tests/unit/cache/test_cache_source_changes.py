@@ -23,7 +23,7 @@ from cache_scenario_process import BUILD_STEPS
 from format_samples import megatron_index
 
 import legroom
-from legroom.cache import list_and_verify, source_identity
+from legroom.cache import list_and_verify, source_stamps_and_digests
 from legroom.cache import store_directories as store_module
 from legroom.errors import LegroomError, SourceChanged
 
@@ -336,7 +336,7 @@ class TestZarr:
         write_zarr(store, 1)
         chunk = store / "c" / "0" / "0"
         chunk.rename(tmp_path / "chunk")
-        without = source_identity.digest_source(source_identity.stamp_source([store]), "md5")
+        without = source_stamps_and_digests.digest_source(source_stamps_and_digests.stamp_source([store]), "md5")
         done: list[str] = []
 
         def come(name: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import capacity, drop_and_gc
+from legroom.cache import drop_and_gc, store_free_space
 from legroom.cache.store_directories import Store, open_stores, store_lock
 
 KILLED = """
@@ -44,7 +44,7 @@ def counted(disk: Path) -> tuple[int, int]:
     with open_stores() as places:
         (store,) = (place for place in places.found if place.backing == "disk")
         with store_lock(store):
-            said = capacity.store_bytes(store)
+            said = store_free_space.store_bytes(store)
     entries = [folder for folder in disk.iterdir() if folder.name not in ("locks", "samples", "sources", "work")]
     return said, sum(file.stat().st_blocks * 512 for folder in entries for file in folder.iterdir())
 
@@ -56,13 +56,13 @@ def test_the_count_follows_every_build_and_removal_without_counting_again(
     said, real = counted(disk)
     assert said == real > 300_000
     read: list[str] = []
-    blocks = capacity.directory_bytes
+    blocks = store_free_space.directory_bytes
 
     def noted(folder: int, name: str) -> int:
         read.append(name)
         return blocks(folder, name)
 
-    monkeypatch.setattr(capacity, "directory_bytes", noted)
+    monkeypatch.setattr(store_free_space, "directory_bytes", noted)
     keys.append(legroom.open(make(tmp_path, 4), backing="disk").info.key)
     said, real = counted(disk)
     assert said == real > 400_000
@@ -119,5 +119,5 @@ def test_what_a_builder_has_taken_counts(disk: Path, tmp_path: Path) -> None:
         assert isinstance(store, Store)
         with StagingDirectory(store, 1 << 20, evict=False) as work:
             work.write("x.npy", bytes(500_000))
-            assert capacity.store_bytes(store) >= 500_000
-        assert capacity.store_bytes(store) == 0
+            assert store_free_space.store_bytes(store) >= 500_000
+        assert store_free_space.store_bytes(store) == 0

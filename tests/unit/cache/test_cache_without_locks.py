@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import locks, mmap_huge_pages_crc32, source_identity
+from legroom.cache import locks, mmap_huge_pages_crc32, source_stamps_and_digests
 
 
 def test_without_locks_data_are_read_into_the_process(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +23,6 @@ def test_without_locks_data_are_read_into_the_process(shm: Path, npy, monkeypatc
 def test_without_preadv_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(range(256)) * 5000)
-    before = source_identity.digest_source(source_identity.stamp_source([path]), "md5")
+    before = source_stamps_and_digests.digest_source(source_stamps_and_digests.stamp_source([path]), "md5")
     monkeypatch.delattr(mmap_huge_pages_crc32.os, "preadv", raising=False)
-    assert source_identity.digest_source(source_identity.stamp_source([path]), "md5") == before
+    assert source_stamps_and_digests.digest_source(source_stamps_and_digests.stamp_source([path]), "md5") == before

@@ -14,7 +14,7 @@ from machines import GB, MB, healthy
 
 import legroom
 from legroom import messages
-from legroom.advice import remedies
+from legroom.advice import fix_commands
 from legroom.advice.fit_on_machine import relieve
 from legroom.charts.html_page import bullets
 from legroom.cli.text_layout import steps
@@ -59,16 +59,16 @@ def _places() -> Iterator[RuntimeEnvironment]:
 
 def _every_fix() -> Iterator[tuple[str, ...]]:
     machine = healthy()
-    yield remedies.remove_leftovers(("torch_1", "a name", *(f"torch_{n:040}" for n in range(3))), 40 * MB)
-    yield remedies.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
-    yield remedies.stop_spilling()
-    yield remedies.shorten_temporary("TMPDIR", 107)
-    yield remedies.unpin()
+    yield fix_commands.remove_leftovers(("torch_1", "a name", *(f"torch_{n:040}" for n in range(3))), 40 * MB)
+    yield fix_commands.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
+    yield fix_commands.stop_spilling()
+    yield fix_commands.shorten_temporary("TMPDIR", 107)
+    yield fix_commands.unpin()
     for pool in ("shm", "ram", "fds", "disk", "pinned", "gpu0"):
         yield relieve(machine, pool, 40 * GB)
     for runtime in _places():
-        yield remedies.enlarge_shm(runtime, 8 * GB)
-        yield remedies.settle_swap(runtime, moving=True, used=GB, free=8 * GB)
+        yield fix_commands.enlarge_shm(runtime, 8 * GB)
+        yield fix_commands.settle_swap(runtime, moving=True, used=GB, free=8 * GB)
         for cause in CAUSES:
             yield fixes(cause, runtime, ram=16 * GB, shm=Level(64 * MB, 64 * MB), nofile=1024)
 
@@ -89,13 +89,13 @@ def test_no_newline_splits_a_command(language: str, columns: int, monkeypatch: p
 
 
 def test_the_largest_are_removed_by_one_line_and_nothing_after_it() -> None:
-    step = remedies.remove_leftovers(("a", "b"), 0)[0]
+    step = fix_commands.remove_leftovers(("a", "b"), 0)[0]
     assert step.splitlines()[1:] == ["rm /dev/shm/a /dev/shm/b"]
-    assert "9" in remedies.remove_leftovers(tuple("abcdefghi"), MB)[0].splitlines()[0]
+    assert "9" in fix_commands.remove_leftovers(tuple("abcdefghi"), MB)[0].splitlines()[0]
 
 
 def _templates() -> Iterator[tuple[str, str]]:
-    """Every step that is written down in the source: what is given as a fix, and what the remedies are made of."""
+    """Every step that is written down in the source: what is given as a fix, and what the fix_commands are made of."""
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         whole = path.name in ("remedy.py", "fixes.py", "deaths.py") or path.name.startswith("rules_")

@@ -9,7 +9,7 @@ import yaml
 
 from legroom.cli.main import run
 from legroom.loader.tune import legroom_tune as tuning_named
-from legroom.records.chosen_settings import Settings
+from legroom.records.settings_and_overrides import Settings
 
 BASE = ("tune", "--dataset", "data:set", "--batch", "32", "--ranks", "3")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import source_identity
+from legroom.cache import source_stamps_and_digests
 from legroom.errors import LegroomError, NoRoom, SourceChanged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Description
 from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
@@ -254,15 +254,15 @@ def test_a_file_replaced_after_it_was_listed_is_refused(tmp_path: Path) -> None:
 def test_the_digest_is_that_of_the_sorted_names_and_digests(tmp_path: Path) -> None:
     root = write(tmp_path / "x", "a/1.jpg", "a-b/1.jpg", "a.b/1.jpg", "a/b/1.jpg", "a/b-c/1.jpg", "a/b.jpg", "B/é.jpg")
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.jpg"))
-    source = source_identity.stamp_source((root,))
+    source = source_stamps_and_digests.stamp_source((root,))
     assert [file.name for file in source.files] == names
     assert [file.path for file in source.files] == [root / name for name in names]
     total = hashlib.md5()
     for name in names:
         total.update(f"{name}\0{hashlib.md5(name.encode()).hexdigest()}\n".encode())
-    assert source_identity.digest_source(source, "md5") == total.hexdigest()
+    assert source_stamps_and_digests.digest_source(source, "md5") == total.hexdigest()
     assert source.size == sum(len(name.encode()) for name in names)
-    assert source == source_identity.stamp_source((root,)) and source_identity.is_unchanged(source)
+    assert source == source_stamps_and_digests.stamp_source((root,)) and source_stamps_and_digests.is_unchanged(source)
 
 
 # Memory.
@@ -275,10 +275,10 @@ def test_stamps_take_little_memory(tmp_path: Path) -> None:
         (root / f"class {number}").mkdir(parents=True)
         for file in range(count // 3):
             (root / f"class {number}" / f"image_{file:06d}.jpg").touch()
-    source_identity.stamp_source((root,))
+    source_stamps_and_digests.stamp_source((root,))
     tracemalloc.start()
     try:
-        source = source_identity.stamp_source((root,))
+        source = source_stamps_and_digests.stamp_source((root,))
         taken, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

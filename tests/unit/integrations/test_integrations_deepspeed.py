@@ -17,7 +17,7 @@ import yaml
 from legroom.advice.zero_memory_and_deepspeed_config import emit_training
 from legroom.errors import UsageError
 from legroom.integrations import deepspeed
-from legroom.records.chosen_settings import Settings
+from legroom.records.settings_and_overrides import Settings
 
 JUDGE = Path(__file__).with_name("deepspeed_judge.py")
 pytestmark = pytest.mark.timeout(900)  # one test waits for all files

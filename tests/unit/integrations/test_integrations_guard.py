@@ -21,9 +21,9 @@ from legroom.integrations.guard import Guard
 from legroom.integrations.guard.checkpoint_schedule import CheckpointSchedule, disk_full, threatens
 from legroom.integrations.guard.epoch_memory_log import MemorySnapshot, TorchMemory, epoch_lines, memory_snapshot
 from legroom.integrations.guard.retune_loader import apply_settings, retune
-from legroom.records.chosen_settings import Settings
 from legroom.records.finding_and_alarm import Alarm
 from legroom.records.machine import Pool
+from legroom.records.settings_and_overrides import Settings
 
 MB = 1 << 20
 

@@ -73,7 +73,7 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
 ) -> None:
     from legroom.integrations.guard.retune_loader import unwrap_loader
     from legroom.integrations.huggingface import LegroomCallback
-    from legroom.records.chosen_settings import Settings
+    from legroom.records.settings_and_overrides import Settings
 
     loaders: list[Any] = []
     monkeypatch.setattr(

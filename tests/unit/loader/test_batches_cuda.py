@@ -23,7 +23,7 @@ from legroom.cache import list_gpu_copies
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches import (
-    copy_engine_or_kernel,
+    choose_faster_cuda_path,
     cuda_calls_for_gather,
     cuda_pinned,
     cuda_resident,
@@ -55,7 +55,7 @@ DTYPES = [
 SHM = SimpleNamespace(backing="shm", key=None, store=None)
 DISK = SimpleNamespace(backing="disk", key=None, store=None)
 
-COMPARED = copy_engine_or_kernel.PHASE * copy_engine_or_kernel._PHASES  # batches in which the paths are compared
+COMPARED = choose_faster_cuda_path.PHASE * choose_faster_cuda_path._PHASES  # batches in which the paths are compared
 
 
 class Stored:
@@ -187,7 +187,7 @@ def test_the_cpu_gathers_small_rows_for_the_copy_engines(tmp_path: Path) -> None
 
 
 def test_the_first_batches_of_a_shuffled_loop_choose_the_path(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_engine_or_kernel, "_chosen", {})
+    monkeypatch.setattr(choose_faster_cuda_path, "_chosen", {})
     driver = FakeDriver()
     trial = stored.open(driver, shuffle=True)
     assert "compared in the first" in trial.why
@@ -218,13 +218,13 @@ def play(stored: Stored, driver: FakeDriver, costs: dict[str, float]) -> tuple[A
 def test_a_later_loop_starts_with_the_choice_and_compares_again(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_engine_or_kernel, "_chosen", {})
+    monkeypatch.setattr(choose_faster_cuda_path, "_chosen", {})
     driver = FakeDriver()
     first, paths = play(stored, driver, {"cuda-copy-engine": 2.0, "cuda-kernel": 1.5})
     assert paths[0] == "cuda-copy-engine" and set(paths[COMPARED + 2 :]) == {"cuda-kernel"}
     assert "1500.00 ms per batch, with cuda-copy-engine 2000.00 ms" in first.why
     again, paths = play(stored, driver, {"cuda-copy-engine": 2.1, "cuda-kernel": 1.6})
-    few = copy_engine_or_kernel.PHASE * copy_engine_or_kernel._PHASES_AGAIN
+    few = choose_faster_cuda_path.PHASE * choose_faster_cuda_path._PHASES_AGAIN
     assert paths[0] == "cuda-kernel" and set(paths[few + 2 :]) == {"cuda-kernel"}
     assert "1600.00 ms per batch" in again.why
     # Another step, whose times with the path that was chosen are the same.
@@ -236,7 +236,7 @@ def test_a_later_loop_starts_with_the_choice_and_compares_again(
 
 def test_the_clock_of_the_gpu_decides_not_that_of_the_cpu(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU queues batches of the slower path faster, and the GPU passes its marks long after the CPU."""
-    monkeypatch.setattr(copy_engine_or_kernel, "_chosen", {})
+    monkeypatch.setattr(choose_faster_cuda_path, "_chosen", {})
     driver = FakeDriver()
     asked = 0
     late = SimpleNamespace(open=False)
@@ -272,7 +272,7 @@ def test_the_clock_of_the_gpu_decides_not_that_of_the_cpu(stored: Stored, monkey
 def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
     stored: Stored, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_engine_or_kernel, "_chosen", {})
+    monkeypatch.setattr(choose_faster_cuda_path, "_chosen", {})
     trial = stored.open(FakeDriver(), shuffle=True)
     for _ in range(stop):
         trial.gather(ROWS)
@@ -293,7 +293,7 @@ def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
     ],
 )
 def test_the_path_with_the_shorter_steps_is_chosen(seconds: dict[str, list[float]], path: str) -> None:
-    chosen = copy_engine_or_kernel.choose(seconds)
+    chosen = choose_faster_cuda_path.choose(seconds)
     assert chosen.path == path and "ms per batch" in chosen.why
 
 

@@ -25,7 +25,7 @@ import pytest
 from recorded_admissions import record_admissions
 
 import legroom
-from legroom.cache.capacity import Bound
+from legroom.cache.store_free_space import Bound
 from legroom.errors import BadArgument, BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
 from legroom.loader.dataloader import admit_workers_by_memory, dataloader, memory_slots, receive
 from legroom.loader.dataloader.collate import SlotCollate

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from legroom.cli.check import command
-from legroom.loader.measure import batch_reproducibility
+from legroom.loader.measure import compare_batches_made_twice
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
@@ -54,7 +54,7 @@ def made_in_fork(
         if child == 0:
             try:
                 sys.stdout, sys.argv = output, ["", dataset, collate or "", str(batch_size), backwards]
-                batch_reproducibility.main()
+                compare_batches_made_twice.main()
                 output.flush()
             finally:
                 os._exit(0)
@@ -71,7 +71,7 @@ def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sound = call(command, [*given, "share_check_data:Sound"], standalone_mode=False)
     assert sound.return_value == 0, sound.output
     assert json.loads(sound.output) == {"schema": "legroom.check.share/1", "batches": 3, "differing": {}}
-    monkeypatch.setattr(batch_reproducibility, "_made", made_in_fork)
+    monkeypatch.setattr(compare_batches_made_twice, "_made", made_in_fork)
     unsound = call(command, [*given, "share_check_data:Unsound"], standalone_mode=False)
     assert unsound.return_value == 1
     assert json.loads(unsound.output)["differing"]["0"] == ["['read']", "['call']"]
@@ -80,7 +80,7 @@ def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_stream_is_resumed_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "share_check_data.py").write_text(DATASETS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(batch_reproducibility, "_made", made_in_fork)
+    monkeypatch.setattr(compare_batches_made_twice, "_made", made_in_fork)
     given = ["--batch", "8", "--share", "--timeout", "5m", "--json", "--dataset"]
     for name, differing in (("Stream", {}), ("Forgetful", {"2": ["['i']"], "3": ["['i']"]})):
         made = CliRunner().invoke(command, [*given, f"share_check_data:{name}"], standalone_mode=False)

@@ -25,8 +25,8 @@ from legroom.errors import BudgetTooSmall, ShareMismatch
 from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing import producer_client
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry, Window
-from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
+from legroom.loader.dataloader.sharing.map_slots_in_trainer import PrivateSlots
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
 from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection

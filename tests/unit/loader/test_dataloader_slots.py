@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache.capacity import Bound
+from legroom.cache.store_free_space import Bound
 from legroom.errors import BatchLost, BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader import memory_slots, receive
 from legroom.loader.dataloader.collate import to_send

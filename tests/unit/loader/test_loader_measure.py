@@ -19,11 +19,11 @@ from torch.utils.data import TensorDataset
 import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader import legroom_check
-from legroom.loader.measure import dataloader_trial, dataset_samples, memory_guard_script, start_memory_guard
+from legroom.loader.measure import dataloader_trial, load_timed_samples, memory_guard_script, start_memory_guard
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
-from legroom.loader.measure.dataset_samples import contents_of
+from legroom.loader.measure.load_timed_samples import contents_of
 from legroom.loader.measure.measure_dataset_in_child import measure_dataset
-from legroom.loader.tune.legroom_tune import key_of
+from legroom.loader.tune.remembered_settings import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
@@ -69,12 +69,12 @@ def test_a_point_in_time_is_one_during_which_no_core_was_waited_for(monkeypatch:
             now[0], queued[0] = 105.0, 5.0
         return now[0]
 
-    monkeypatch.setattr(dataset_samples.time, "perf_counter", perf_counter)
-    monkeypatch.setattr(dataset_samples, "_seconds_on_run_queue", lambda: queued[0])
-    start = dataset_samples.Clock.now()
+    monkeypatch.setattr(load_timed_samples.time, "perf_counter", perf_counter)
+    monkeypatch.setattr(load_timed_samples, "_seconds_on_run_queue", lambda: queued[0])
+    start = load_timed_samples.Clock.now()
     now[0] += 1.0
     assert (start.wall, start.queued) == (105.0, 5.0)
-    assert dataset_samples.Clock.now().since(start).undisturbed == 1.0
+    assert load_timed_samples.Clock.now().since(start).undisturbed == 1.0
 
 
 def test_batched_and_iterable_datasets() -> None:

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 import legroom
 from legroom.errors import UsageError
 from legroom.loader.measure.dataloader_throughput import time_step
-from legroom.loader.tune.legroom_tune import key_of, last_settings
-from legroom.loader.tune.remembered_settings import remember
-from legroom.records.chosen_settings import Settings
+from legroom.loader.tune.remembered_settings import key_of, last_settings, remember
 from legroom.records.loader_settings_and_flags import VARIABLE
+from legroom.records.settings_and_overrides import Settings
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from monitor_samples import GB, moments, sample
 
 from legroom.monitor.history_and_trend import History
 from legroom.monitor.process_selection import user_processes
-from legroom.monitor.sampler import Sampler
+from legroom.monitor.take_watch_sample import Sampler
 from legroom.monitor.tui_lines import fact_lines
 from legroom.monitor.watch_text import TextOutput
 from legroom.probe.host_files_and_syscalls import Host

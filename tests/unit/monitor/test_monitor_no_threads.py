@@ -39,7 +39,8 @@ import sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from monitor_samples import MB, moments, pool, sample
 from legroom.monitor.notify import Notifier, function_sender
-from legroom.monitor.watch_loop import BackgroundOutput, feed_outputs
+from legroom.monitor.outputs_that_may_block import BackgroundOutput
+from legroom.monitor.watch_loop import feed_outputs
 class Lines:
     def show(self, moment): print("shown", moment.sample.clock)
     def close(self): print("closed")
@@ -103,7 +104,7 @@ server.stop()
 def test_the_command_samples_and_logs(tmp_path: Path) -> None:
     ran = run_program(
         """
-import sys, numpy, legroom.cli.main, legroom.cli.watch, legroom.monitor.sampler, legroom.monitor.watch_in_script
+import sys, numpy, legroom.cli.main, legroom.cli.watch, legroom.monitor.take_watch_sample, legroom.monitor.watch_in_script
 import legroom.monitor.watch_log
 leave_no_room_for_threads()
 sys.argv = ["legroom", "watch", "--pid", str(os.getppid()), "--once", "--json", "--log", "run.jsonl"]

@@ -13,7 +13,7 @@ from fake_host import NAMES, FakeHost, mount, tree
 import legroom
 from legroom.errors import UsageError
 from legroom.probe.legroom_available import available_on
-from legroom.probe.memory import free_memory
+from legroom.probe.ram_swap_and_pressure import free_memory
 
 GB = 1 << 30
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nCommitLimit: 10485760 kB\nCommitted_AS: 9437184 kB\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import parse_pressure, pressure
+from legroom.probe.ram_swap_and_pressure import parse_pressure, pressure
 
 # tree: (scope, some over 10 and 60 seconds, full over 10 and 60 seconds)
 CALM = (0.0, 0.0, 0.0, 0.0)

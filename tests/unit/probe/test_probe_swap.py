@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, read_swap_counters, swap, swap_pool
+from legroom.probe.ram_swap_and_pressure import memory, read_swap_counters, swap, swap_pool
 from legroom.records.machine import CgroupLevel, Memory, MemoryEvents, Swap
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30

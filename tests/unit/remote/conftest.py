@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import recent_remote_versions
+from legroom.cache import remote_version_asked_once_a_minute
 from legroom.remote import request_retries
 
 
@@ -22,7 +22,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(folder))
-    monkeypatch.setattr(recent_remote_versions, "_here", {})
+    monkeypatch.setattr(remote_version_asked_once_a_minute, "_here", {})
     monkeypatch.setattr(request_retries, "_FIRST_PAUSE", 0.01)
     return tmp_path / "shm" / f"legroom-{os.geteuid()}"
 

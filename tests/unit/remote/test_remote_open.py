@@ -26,7 +26,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import drop_and_gc, list_and_verify, recent_remote_versions
+from legroom.cache import drop_and_gc, list_and_verify, remote_version_asked_once_a_minute
 from legroom.cache.download import PIECE
 from legroom.remote import object_store, request_retries
 from object_server import Objects, faulty_proxy, object_server
@@ -352,7 +352,7 @@ def test_an_object_replaced_while_it_is_read(shm: Path, npy: Encode) -> None:
         with legroom.open(server.url("x.npy")) as data:  # once more, with the new version
             assert np.array_equal(data["array"], ROWS + 1)
         most = 1000
-        recent_remote_versions._here.clear()
+        remote_version_asked_once_a_minute._here.clear()
         server.data["x.npy"] = npy(ROWS - 1)
         with pytest.raises(errors.SourceChanged, match="changed while it was being read"):
             legroom.open(server.url("x.npy"), revalidate=True)
@@ -574,10 +574,10 @@ def test_without_the_cache(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_store_keeps_nothing_broken(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
-    from legroom.cache import capacity
+    from legroom.cache import store_free_space
 
-    free = [capacity.Bound(1 << 20, lambda: "one megabyte")]
-    monkeypatch.setattr(capacity, "bounds", lambda *_, **__: free)
+    free = [store_free_space.Bound(1 << 20, lambda: "one megabyte")]
+    monkeypatch.setattr(store_free_space, "bounds", lambda *_, **__: free)
     with object_server(x__npy=npy(ROWS)) as server:
         with pytest.raises(errors.NoRoom, match="download"):
             legroom.open(server.url("x.npy"))

@@ -15,7 +15,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, make_job_cgroup
-from legroom.rescue.failure_messages_in_log import facts_of
+from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
 from legroom.rescue.job_sampling import (

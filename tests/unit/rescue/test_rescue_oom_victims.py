@@ -15,7 +15,7 @@ import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
-from legroom.rescue.failure_messages_in_log import killed_in
+from legroom.rescue.find_failures_in_log import killed_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from legroom.errors import UsageError
 from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
 from legroom.records.loader_settings_and_flags import LoaderSettings
-from legroom.rescue.failure_messages_in_log import facts_of
+from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.retry_settings import (
     CommandSettings,
     NamedFlag,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.records.failure import MEMORY_CAUSES, UNKNOWN, Evidence, Level, LogFacts, OomCount, Reading, Sign, Victim
-from legroom.rescue.failure_messages_in_log import facts_of
+from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify
 from legroom.system.processes_and_threads import ExitStatus
 

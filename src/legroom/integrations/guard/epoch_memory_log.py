@@ -13,9 +13,9 @@ from typing import Any
 from legroom.messages import say
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
-from legroom.records.chosen_settings import Settings
+from legroom.probe.ram_swap_and_pressure import memory, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.records.machine import Pool
+from legroom.records.settings_and_overrides import Settings
 from legroom.units import format_size
 
 _SETTINGS_SHOWN = (

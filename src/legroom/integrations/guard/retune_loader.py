@@ -9,17 +9,12 @@ import os
 from typing import Any
 
 from legroom.errors import LegroomError
+from legroom.integrations.guard.loader_prepared_by_accelerate import unwrap_loader
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.legroom_tune import tune
 from legroom.messages import say
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import LoaderKind
-from legroom.system.lazy_and_optional_imports import lazy_import
-
-
-def unwrap_loader(loader: Any) -> Any:
-    """The DataLoader inside accelerate's wrapper."""
-    return getattr(loader, "base_dataloader", loader)
+from legroom.records.settings_and_overrides import Settings
 
 
 def retune(loader: Any, *, accumulation: int, previous: Settings | None) -> tuple[Settings | None, str | None]:
@@ -74,22 +69,3 @@ def apply_settings(loader: Any, settings: Settings) -> list[str]:
     for name, value in changes.items():
         setattr(loader, name, value)
     return changed
-
-
-def keep_share(prepared: Any) -> None:
-    """Give a loader that accelerate has rebuilt with torch's class its ``share=`` again."""
-    base = getattr(prepared, "base_dataloader", None)
-    share = getattr(getattr(base, "collate_fn", None), "share", None)
-    if base is None or share is None or getattr(base, "share", None) is not None:
-        return
-    what: dict[str, Any] = {"batch_sampler": base.batch_sampler}
-    if base.batch_sampler is None:
-        what = {"batch_size": None, "sampler": base.sampler}
-    elif isinstance(base.dataset, lazy_import("torch.utils.data").IterableDataset):
-        what = {"batch_size": base.batch_size, "drop_last": base.drop_last}
-    prepared.base_dataloader = lazy_import("legroom").DataLoader(
-        base.dataset, **what, num_workers=base.num_workers, collate_fn=base.collate_fn, pin_memory=base.pin_memory,
-        timeout=base.timeout, worker_init_fn=base.worker_init_fn, generator=base.generator,
-        multiprocessing_context=base.multiprocessing_context, prefetch_factor=base.prefetch_factor,
-        persistent_workers=base.persistent_workers, share=share[0], on_slow=share[1],
-    )  # fmt: skip

@@ -18,12 +18,13 @@ from typing import Any, Literal
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.integrations.guard.checkpoint_schedule import HORIZON, CheckpointSchedule, disk_full
 from legroom.integrations.guard.epoch_memory_log import MemorySnapshot, epoch_lines, memory_snapshot
-from legroom.integrations.guard.retune_loader import apply_settings, keep_share, retune
+from legroom.integrations.guard.loader_prepared_by_accelerate import keep_share
+from legroom.integrations.guard.retune_loader import apply_settings, retune
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.messages import say
 from legroom.monitor.watch_in_script import Watch, watch
-from legroom.records.chosen_settings import Settings
 from legroom.records.finding_and_alarm import Alarm
+from legroom.records.settings_and_overrides import Settings
 from legroom.system.argument_checks import check_choice
 
 Tune = Literal["apply", "advise", "off"]

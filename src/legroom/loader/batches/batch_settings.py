@@ -11,7 +11,7 @@ The path and its reason are ``Batches.path`` and ``Batches.why``.
     cuda-copy         gathered into ordinary memory, then copied              where page-locking failed too
 
 Entries on disk are not registered: that would read all of them into RAM and lock them there. The copy engines and the
-kernel are compared in the first batches of a loop over scattered rows (copy_engine_or_kernel.py).
+kernel are compared in the first batches of a loop over scattered rows (choose_faster_cuda_path.py).
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def open_gatherer(
     # Here, so that batches in RAM do not load the CUDA modules.
     with import_lock:
         from legroom.gpu.cuda_driver_api import CudaRefused
-        from legroom.loader.batches.copy_engine_or_kernel import open_registered
+        from legroom.loader.batches.choose_faster_cuda_path import open_registered
         from legroom.loader.batches.cuda_calls_for_gather import open_driver
         from legroom.loader.batches.cuda_gather_base import row_layout
         from legroom.loader.batches.cuda_pinned import PinnedGatherer

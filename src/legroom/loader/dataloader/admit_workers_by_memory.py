@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from legroom.advice.fix_commands import raise_ram_limit
 from legroom.advice.memory_need_of_loaders_and_processes import (
     SPARE,
     Each,
@@ -32,7 +33,6 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     most_workers,
     spare,
 )
-from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader.worker_shutdown import (
     BlockedCheck,

@@ -15,12 +15,12 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from legroom.advice.remedies import raise_ram_limit
+from legroom.advice.fix_commands import raise_ram_limit
 from legroom.errors import BatchLost, WorkerDied
 from legroom.loader.dataloader.worker_shutdown import IMPORTED_MAIN
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory, ram_pool
+from legroom.probe.ram_swap_and_pressure import memory, ram_pool
 from legroom.probe.runtime_environment import environment
 from legroom.records.machine import Memory
 from legroom.system.processes_and_threads import signal_name

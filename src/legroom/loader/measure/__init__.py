@@ -1,16 +1,17 @@
 """Measures a dataset and a DataLoader, for ``legroom.check`` and ``legroom.tune``.
 
-    import_dataset             imports a dataset by its name; its length and kind
-    dataset_samples            loads a few samples; bytes in a sample or a batch
-    dataset_bytes_and_seconds  measures a dataset and its collate function in this process
-    measure_dataset_in_child   the same in a child process that may crash
-    dataloader_throughput      throughput of a DataLoader, cost of sending a batch, time of a training step
-    dataloader_trial           in a child: a DataLoader with given settings, for its peak memory
-    trial_garbage_collections  garbage collections in its processes, which copy memory that they share
-    start_dataloader_trial     starts the trial under the guard and reads its result
-    batch_reproducibility      makes batches twice in different processes, for check --share
-    start_memory_guard         runs any child process under the memory guard, and reads how it ended
-    memory_guard_script        the guard, a process of its own: watches memory, stops the child while enough is free
+    import_dataset              imports a dataset by its name; its length and kind
+    load_timed_samples          loads a few samples; bytes in a sample or a batch
+    unchanged_random_state      restores random, numpy and torch after a measurement, so that a seeded run is the same
+    dataset_bytes_and_seconds   measures a dataset and its collate function in this process
+    measure_dataset_in_child    the same in a child process that may crash
+    dataloader_throughput       throughput of a DataLoader, cost of sending a batch, time of a training step
+    dataloader_trial            in a child: a DataLoader with given settings, for its peak memory
+    trial_garbage_collections   garbage collections in its processes, which copy memory that they share
+    start_dataloader_trial      starts the trial under the guard and reads its result
+    compare_batches_made_twice  makes batches twice in different processes, for check --share
+    start_memory_guard          runs any child process under the memory guard, and reads how it ended
+    memory_guard_script         the guard, a process of its own: watches memory, stops the child while enough is free
 
 Code of a named dataset runs in child processes alone.
 """

@@ -18,8 +18,8 @@ from typing import Any
 
 from legroom.advice.choose_tuned_settings import Step
 from legroom.errors import UsageError
-from legroom.loader.measure.dataset_samples import Clock, draw_samples
 from legroom.loader.measure.import_dataset import is_iterable, length
+from legroom.loader.measure.load_timed_samples import Clock, draw_samples
 from legroom.loader.measure_process_memory import free_bytes, private_bytes, start_method
 from legroom.messages import say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind

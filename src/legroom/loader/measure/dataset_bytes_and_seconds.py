@@ -11,8 +11,8 @@ from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.measure.dataloader_throughput import measure_transport
-from legroom.loader.measure.dataset_samples import Clock, Contents, DrawnSamples, contents_of, draw_samples
 from legroom.loader.measure.import_dataset import is_iterable, length
+from legroom.loader.measure.load_timed_samples import Clock, Contents, DrawnSamples, contents_of, draw_samples
 from legroom.loader.measure_process_memory import free_bytes, idle_worker, private_bytes, start_method
 from legroom.messages import phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind

@@ -19,7 +19,7 @@ from typing import Any
 
 from legroom.loader.measure import memory_guard_script
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory
+from legroom.probe.ram_swap_and_pressure import memory
 
 _TAIL_BYTES, _TAIL_LINES = 16384, 6
 # What torch prints in a worker that cannot send a batch.

@@ -1,4 +1,6 @@
-"""Reads Parquet row groups in small steps, and refuses a row group that cannot be decoded within the memory limit.
+"""Reads Parquet row groups in small steps; skips those in which no row passes a filter.
+
+A row group that cannot be decoded within the memory limit is refused.
 
 Neither pre-buffering nor whole column chunks: a reader that buffers 64 kB of each column needs a few megabytes for row
 groups of any size (docs/evidence/parquet-memory.md). Threads decode columns in parallel; each keeps memory of its own,
@@ -34,6 +36,19 @@ def read_schema(path: Path) -> tuple[Any, list[int]]:
         if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
             raise damaged(path, say("its row groups do not add up to {rows} rows", rows=metadata.num_rows))
         return table.schema_arrow, counts
+
+
+def groups_worth_reading(path: Path, expression: Any, groups: set[int]) -> set[int]:
+    """The row groups of a Parquet file that may hold a row that passes, by their statistics.
+
+    Rows are filtered one by one as well: statistics only rule out whole groups.
+    """
+    dataset = require("pyarrow.dataset", "parquet", "Parquet")
+    arrow = require("pyarrow", "parquet", "Parquet")
+    with arrow_errors(path, say("the statistics of its row groups")), SourceFile(path) as file:
+        fragment = dataset.ParquetFileFormat().make_fragment(file.for_arrow(arrow))
+        kept = fragment.subset(expression, schema=fragment.physical_schema).row_groups
+        return {group.id for group in kept} & groups
 
 
 def _open(path: Path) -> Any:

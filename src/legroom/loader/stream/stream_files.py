@@ -1,7 +1,8 @@
-"""The files of a stream: finding them, reading their schemas and row groups once, skipping row groups by a filter.
+"""The files of a stream: finding them, reading their schemas and row groups once.
 
 A row group here is a Parquet row group or a record batch of an Arrow file. An Arrow stream cannot be entered in the
-middle, so it is one group. Rows are always filtered one by one as well: statistics only rule out whole groups.
+middle, so it is one group. Groups in which no row can pass the filter are left out:
+parquet_row_groups.py knows them by their statistics.
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ from typing import Any, Literal
 
 from legroom.cache.downloads_in_store import temporary_file
 from legroom.cache.find_or_build_entry import source_paths
-from legroom.errors import MissingKey, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
+from legroom.errors import SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader
-from legroom.formats.base_reader import missing_key
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile, unreadable
-from legroom.formats.table_reader import arrow_errors, names_of_columns
+from legroom.formats.table_reader import names_of_columns
 from legroom.loader.stream import arrow_ipc, parquet_row_groups
-from legroom.messages import listed, phrase, say
+from legroom.loader.stream.row_filter import RowFilter, column_error, read_filter
+from legroom.messages import listed, say
 from legroom.remote.object_store import RemoteObject
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path
 from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed
-from legroom.system.lazy_and_optional_imports import require
 
 FileKind = Literal["parquet", "arrow", "arrow-stream"]
 
@@ -107,7 +107,9 @@ class Catalog:
             own = [group for group in self.groups if group.file == number]
             if file.kind == "parquet":
                 with file.local(whole=False) as path:
-                    worth = groups_worth_reading(path, self.condition.expression, {group.index for group in own})
+                    worth = parquet_row_groups.groups_worth_reading(
+                        path, self.condition.expression, {group.index for group in own}
+                    )
                 own = [group for group in own if group.index in worth]
             kept += own
         return replace(self, groups=tuple(kept))
@@ -274,87 +276,3 @@ def _inside(folder: Path) -> list[Path]:
             fix=(say("pass the files or a pattern: then the content decides, not the name"),),
         )
     return files
-
-
-@dataclass(frozen=True)
-class RowFilter:
-    """A condition on rows, and the columns it needs."""
-
-    expression: Any
-    columns: tuple[str, ...]
-
-    def rows(self, batch: Any) -> Any:
-        """The rows of a record batch that pass, as one record batch."""
-        arrow = require("pyarrow", "parquet", phrase("Arrow data"))
-        kept = arrow.Table.from_batches([batch]).filter(self.expression).combine_chunks().to_batches()
-        return kept[0] if kept else batch.slice(0, 0)
-
-    def __str__(self) -> str:
-        return str(self.expression)
-
-
-def read_filter(filters: Any, schema: Any, where: SourcePath) -> RowFilter | None:
-    """The filter, checked against the schema; None without filters."""
-    if filters is None:
-        return None
-    expression = _expression(filters, schema, where)
-    nothing = schema.empty_table()
-    try:
-        nothing.filter(expression)
-    except Exception as problem:
-        raise _refused(filters, str(problem).splitlines()[0], schema) from problem
-    return RowFilter(expression, tuple(name for name in schema.names if _needs(expression, nothing, name)))
-
-
-def column_error(name: str, names: Iterable[str], where: SourcePath) -> MissingKey:
-    """The error for a missing column, with the nearest name."""
-    found = missing_key(name, names, where)
-    return MissingKey(found.what, why=found.why, fix=(*found.fix[:-1], say("omit columns to read all of them")))
-
-
-def _expression(filters: Any, schema: Any, where: SourcePath) -> Any:
-    compute = require("pyarrow.compute", "parquet", phrase("Arrow data"))
-    if isinstance(filters, compute.Expression):
-        return filters
-    try:
-        terms = [term for group in filters for term in (group if isinstance(group, list) else [group])]
-        named = [name for name, _, _ in terms]
-    except (TypeError, ValueError) as problem:
-        raise _refused(filters, str(problem), schema) from problem
-    for name in named:
-        if name not in schema.names:
-            raise column_error(name, schema.names, where)
-    try:
-        return require("pyarrow.parquet", "parquet", "Parquet").filters_to_expression(filters)
-    except Exception as problem:
-        raise _refused(filters, str(problem).splitlines()[0], schema) from problem
-
-
-def _needs(expression: Any, nothing: Any, name: str) -> bool:
-    """Whether the expression needs that column; Arrow has no way to list an expression's fields."""
-    try:
-        nothing.drop_columns([name]).filter(expression)
-    except Exception:
-        return True
-    return False
-
-
-def _refused(filters: Any, why: str, schema: Any) -> UsageError:
-    return UsageError(
-        say("filters={filters!r} cannot be used", filters=filters),
-        why=say("{why}; the columns are {names}", why=why, names=listed(schema.names[:20])),
-        fix=(
-            say('write them as [("label", "==", 3), ("split", "in", ["train"])]; a list of such lists means "or"'),
-            say('or as an Arrow expression: pyarrow.compute.field("label") == 3'),
-        ),
-    )
-
-
-def groups_worth_reading(path: Path, expression: Any, groups: set[int]) -> set[int]:
-    """The row groups of a Parquet file that may hold a row that passes, by their statistics."""
-    dataset = require("pyarrow.dataset", "parquet", "Parquet")
-    arrow = require("pyarrow", "parquet", "Parquet")
-    with arrow_errors(path, say("the statistics of its row groups")), SourceFile(path) as file:
-        fragment = dataset.ParquetFileFormat().make_fragment(file.for_arrow(arrow))
-        kept = fragment.subset(expression, schema=fragment.physical_schema).row_groups
-        return {group.id for group in kept} & groups

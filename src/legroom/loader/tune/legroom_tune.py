@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -20,14 +18,12 @@ from legroom.advice.fit_on_machine import per_rank
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.dataloader_throughput import run_loader_in_child, time_step
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
-from legroom.loader.measure.dataset_samples import unchanged_random_state
-from legroom.loader.measure.import_dataset import length
 from legroom.loader.measure.measure_dataset_in_child import in_child, measure_dataset
+from legroom.loader.measure.unchanged_random_state import unchanged_random_state
 from legroom.loader.rank_sampler import process_group, rank_and_world
-from legroom.loader.tune.remembered_settings import recall, remember
+from legroom.loader.tune.remembered_settings import key_of, last_settings, named_key, remember
 from legroom.messages import say
 from legroom.probe.snapshot import snapshot
-from legroom.records.chosen_settings import Settings
 from legroom.records.loader_settings_and_flags import (
     CompleteLoaderSettings,
     LoaderKind,
@@ -35,6 +31,7 @@ from legroom.records.loader_settings_and_flags import (
     read_settings,
 )
 from legroom.records.machine import Machine
+from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import require
@@ -225,36 +222,3 @@ def tune_named(
     if climbed is not None:
         remember("settings", named_key(spec), settings.roll_back())  # without the overrides: the runs did not use them
     return settings
-
-
-def named_key(spec: str) -> str:
-    """The key under which a named dataset is remembered: the working directory and its name."""
-    return key_of(spec, script=os.getcwd())
-
-
-def last_named(spec: str) -> Settings | None:
-    """The last settings that worked for that dataset from this directory."""
-    return last_settings(named_key(spec))
-
-
-def key_of(dataset: Any, script: str | None = None) -> str:
-    """What settings are remembered by: the script that runs, and the dataset's class and length or its name."""
-    if script is None:
-        script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
-    if isinstance(dataset, str):
-        return f"{script} {dataset}"
-    rows = None
-    with contextlib.suppress(Exception):  # the measurement reports the error
-        rows = length(dataset)
-    kind = type(dataset)
-    return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
-
-
-def last_settings(key: str) -> Settings | None:
-    """The settings that worked last, each with that reason."""
-    found = recall("settings", key)
-    if found is None or found.settings.batch_size is None:
-        return None
-    kept = found.settings.given()
-    why = {name: say("{name} {value}: worked last time", name=name, value=value) for name, value in kept.items()}
-    return Settings(**kept, why=why)

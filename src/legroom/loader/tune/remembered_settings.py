@@ -1,4 +1,4 @@
-"""Remembers between runs the settings that worked, for ``legroom.tune`` and ``legroom run``.
+"""Remembers between runs the settings that worked, for ``legroom.tune`` and ``legroom run``; by which script and data.
 
 One small JSON file per dataset or command in the user's state directory, replaced as a whole. What cannot be read or
 written is not remembered: that must not stop a training run.
@@ -10,16 +10,20 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from legroom.errors import UsageError
+from legroom.messages import say
 from legroom.records.loader_settings_and_flags import LoaderSettings, read_settings
 from legroom.records.machine import Machine
+from legroom.records.settings_and_overrides import Settings
 from legroom.system.atomic_file import PRIVATE, replace_file
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 _SCHEMA = "legroom.settings/1"
 
@@ -99,3 +103,36 @@ def _path(used_by: UsedBy, key: str, environment: Mapping[str, str]) -> Path:
     home = environment.get("XDG_STATE_HOME") or environment.get("LOCALAPPDATA")
     folder = Path(home) if home else Path.home() / ".local" / "state"
     return folder / "legroom" / used_by / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def named_key(spec: str) -> str:
+    """The key under which a named dataset is remembered: the working directory and its name."""
+    return key_of(spec, script=os.getcwd())
+
+
+def last_named(spec: str) -> Settings | None:
+    """The last settings that worked for that dataset from this directory."""
+    return last_settings(named_key(spec))
+
+
+def key_of(dataset: Any, script: str | None = None) -> str:
+    """What settings are remembered by: the script that runs, and the dataset's class and length or its name."""
+    if script is None:
+        script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
+    if isinstance(dataset, str):
+        return f"{script} {dataset}"
+    rows = None
+    with contextlib.suppress(Exception):  # the measurement reports the error
+        rows = lazy_import("legroom.loader.measure.import_dataset").length(dataset)
+    kind = type(dataset)
+    return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
+
+
+def last_settings(key: str) -> Settings | None:
+    """The settings that worked last, each with that reason."""
+    found = recall("settings", key)
+    if found is None or found.settings.batch_size is None:
+        return None
+    kept = found.settings.given()
+    why = {name: say("{name} {value}: worked last time", name=name, value=value) for name, value in kept.items()}
+    return Settings(**kept, why=why)

@@ -2,8 +2,8 @@
 
     shared_epoch_iterator          in a trainer: the iterator, and its state
     producer_client                in a trainer: finds the producer or starts one, and asks it for batches
-    batches_without_producer       in a trainer: makes batches that the group does not have, and all while it is alone
-    copy_on_write_slots            in a trainer: maps slots privately, returns them when a batch is gone
+    make_batches_in_trainer        in a trainer: makes batches that the group does not have, and all while it is alone
+    map_slots_in_trainer           in a trainer: maps slots privately, returns them when a batch is gone
     copy_batches_to_gpu            in a trainer: brings batches to its GPU
     produce_and_serve_batches      makes the batches, and serves its trainers
     producer_main                  entry point of the producer's process
@@ -11,10 +11,11 @@
     batch_window_and_late_joiners  which batches are kept, who waits for whom, when a slow trainer is let go
     assign_gpu_ring_copies         which trainer copies a batch to a GPU, and which read that copy
     producer_messages              messages and descriptors between a trainer and the producer
-    group_folder                   the sockets, locks and logs of all groups of a user
+    group_folder                   the sockets and locks of all groups of a user
+    producer_log                   what the producer and its workers print: kept short
     group_settings                 what must be equal in a group
-    content_digest                 digests of samples, batches and functions that are equal in different processes
-    seeding                        order and random numbers as functions of the group's seed, the epoch and the batch
+    digest_equal_in_any_process    digests of samples, batches and functions that are equal in different processes
+    order_and_seed_of_each_batch   order and random numbers as functions of the group's seed, the epoch and the batch
 
 Who changes what: the window is in the producer's memory alone, changed under one lock. A trainer changes nothing that
 is shared: it sends what it needs and what it has released. So no process can leave a shared structure half changed.

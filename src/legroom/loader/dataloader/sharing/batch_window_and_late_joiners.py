@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from legroom.loader.dataloader.sharing.seeding import Position, position_after
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Position, position_after
 
 WAIT_S = 1.0  # the longest that a trainer waits for a batch that is not being made yet
 JOIN_S = 5.0  # what a trainer that asks for the first time may be behind, or ahead if it is new

@@ -5,7 +5,7 @@
                 starts a producer, which inherits it
     KEY.alone   held by a trainer that has no producer because no other trainer is there: one that comes and does not
                 get it starts a producer. It says what must be equal in the group
-    KEY.log     what the producer and its workers print; removed when it ends by itself
+    KEY.log     what the producer and its workers print: see producer_log.py; removed when it ends by itself
 
 No batch is stored here.
 """
@@ -23,15 +23,16 @@ from typing import Any
 from legroom.cache import locks
 from legroom.cache.store_directories import existing_stores, open_stores
 from legroom.errors import ShareUnsupported
+from legroom.loader.dataloader.sharing import producer_log
+from legroom.loader.dataloader.sharing.producer_log import LOG
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.messages import say
 from legroom.records.watch_sample import GroupRow, TrainerRow
 from legroom.system.unix_sockets import FOLDER_FLAGS, address, open_private_folder, require_same_user, unlink
 
 FOLDER = "share"
-SOCKET, LOCK, ALONE, LOG = ".sock", ".lock", ".alone", ".log"
+SOCKET, LOCK, ALONE = ".sock", ".lock", ".alone"
 _STATUS_S = 1.0
-_LOG_MOST, _LOG_KEPT = 1 << 20, 64 << 10  # bytes
 
 
 def group_folder() -> Path:
@@ -118,25 +119,11 @@ class GroupFiles:
 
     def open_log(self) -> int:
         """A descriptor of an empty log."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.key + LOG, flags, 0o600, dir_fd=self.folder)
+        return producer_log.open_empty(self.folder, self.key + LOG)
 
     def shorten_log(self) -> None:
-        """Keep the end of a long log: a dataset may print for every sample, and the store may be in memory."""
-        try:
-            fd = os.open(self.key + LOG, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.folder)
-        except OSError:
-            return
-        try:
-            size = os.fstat(fd).st_size
-            if size > _LOG_MOST:
-                end = os.pread(fd, _LOG_KEPT, size - _LOG_KEPT)
-                os.ftruncate(fd, 0)
-                os.write(fd, end)
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+        """Keep the end of a long log."""
+        producer_log.shorten(self.folder, self.key + LOG)
 
     def log_path(self) -> Path:
         return self.path / (self.key + LOG)

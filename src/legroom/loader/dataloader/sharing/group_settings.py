@@ -18,8 +18,8 @@ from typing import Any
 
 from legroom.errors import ShareMismatch
 from legroom.loader.dataloader.collate import SlotCollate
-from legroom.loader.dataloader.sharing.content_digest import describe, digest
-from legroom.loader.dataloader.sharing.seeding import (
+from legroom.loader.dataloader.sharing.digest_equal_in_any_process import describe, digest
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
     Orders,
     generators_restored,
     like_a_worker,

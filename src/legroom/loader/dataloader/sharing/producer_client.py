@@ -27,11 +27,11 @@ from legroom.loader.dataloader.collate import arena_unavailable
 from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches
-from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
 from legroom.loader.dataloader.sharing.group_settings import check_same, group_key
+from legroom.loader.dataloader.sharing.map_slots_in_trainer import PrivateSlots
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Position
 from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
-from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.loader.dataloader.sharing.start_producer_process import (
     Recipe,
     copy_of_dataset,

@@ -18,12 +18,18 @@ from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.pin_memory import pin_batch
 from legroom.loader.dataloader.sharing import copy_batches_to_gpu
-from legroom.loader.dataloader.sharing.batches_without_producer import OwnBatches, OwnStream, StreamState, stream_state
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import group_folder
 from legroom.loader.dataloader.sharing.group_settings import settings_of
+from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches, OwnStream, StreamState, stream_state
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
+    Orders,
+    Position,
+    counts_epochs,
+    name_seed,
+    samplers,
+)
 from legroom.loader.dataloader.sharing.producer_client import Group
-from legroom.loader.dataloader.sharing.seeding import Orders, Position, counts_epochs, name_seed, samplers
 from legroom.loader.dataloader.sharing.start_producer_process import PRODUCER_VARIABLE, Recipe, loader_class
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say

@@ -21,8 +21,8 @@ from typing import Any
 
 from legroom.errors import Unpicklable
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Position
 from legroom.loader.dataloader.sharing.producer_messages import Connection
-from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import lazy_import
 

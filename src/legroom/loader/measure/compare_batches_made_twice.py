@@ -17,14 +17,14 @@ from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.dataloader.resume import dataset_state_dict
-from legroom.loader.dataloader.sharing.batches_without_producer import OwnBatches
-from legroom.loader.dataloader.sharing.content_digest import leaves
-from legroom.loader.dataloader.sharing.seeding import Orders, SeededStream
+from legroom.loader.dataloader.sharing.digest_equal_in_any_process import leaves
+from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Orders, SeededStream
 from legroom.loader.measure.import_dataset import find_dataset, length
 from legroom.messages import say
 
 BATCHES = 4
-_CODE = "from legroom.loader.measure.batch_reproducibility import main; main()"
+_CODE = "from legroom.loader.measure.compare_batches_made_twice import main; main()"
 
 
 def differing_parts(dataset: str, collate: str | None, batch_size: int, timeout: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from legroom.advice.remedies import enlarge_shm, raise_ram_limit
+from legroom.advice.fix_commands import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.manifest import is_key
 from legroom.cache.store_directories import BUILDING, LOCK, Store, in_memory, read_small_file
@@ -26,7 +26,7 @@ from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
 from legroom.messages import joined, say
 from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import memory
+from legroom.probe.ram_swap_and_pressure import memory
 from legroom.probe.runtime_environment import environment
 from legroom.units import exact_size, format_size, parse_size
 

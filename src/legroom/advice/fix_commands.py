@@ -7,7 +7,7 @@ line: only the first line may be wrapped, so that commands can be copied.
 
 from __future__ import annotations
 
-from legroom.advice.shm_config import KUBERNETES_MOUNT, kubernetes_volume
+from legroom.advice.config_snippets_for_shm_size import KUBERNETES_MOUNT, kubernetes_volume
 from legroom.messages import phrase, say
 from legroom.records.machine import RuntimeEnvironment
 from legroom.system.lazy_and_optional_imports import import_lock

@@ -20,7 +20,7 @@ from legroom.monitor.process_selection import (
     this_process,
     user_processes,
 )
-from legroom.monitor.sampler import RateLimit, Sampler
+from legroom.monitor.take_watch_sample import RateLimit, Sampler
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, status_of
@@ -129,7 +129,7 @@ def test_gpus_are_queried_within_their_time_budget_and_joined_by_pid(
         used = [Gpu(n, "card", f"uuid{n}", 80 * MB, 8 * MB, 72 * MB, users) for n in range(2)]
         return Gpus(tuple(used), 2, "580", "NVML")
 
-    monkeypatch.setattr("legroom.monitor.sampler.gpus", cards)
+    monkeypatch.setattr("legroom.monitor.take_watch_sample.gpus", cards)
     host = machine.host
     clock = Clock()
     sampler = Sampler(process_tree(20, ProcessTable(host).refresh()), host=host, clock=clock)

@@ -17,7 +17,9 @@ from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import (
+from legroom.probe.nvml import NvmlSession
+from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
+from legroom.probe.ram_swap_and_pressure import (
     SwapCounters,
     events_of,
     memory,
@@ -27,8 +29,6 @@ from legroom.probe.memory import (
     swap,
     swap_pool,
 )
-from legroom.probe.nvml import NvmlSession
-from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.records.machine import Gpus, Memory, Pool, Pressure, Process

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import remembered_digests, source_identity
+from legroom.cache import remembered_source_digests, source_stamps_and_digests
 from legroom.cache.store_directories import open_stores
 
 pytestmark = pytest.mark.usefixtures("old_files")
@@ -29,7 +29,7 @@ def right(paths: list[Path]) -> bool:
 
 
 def record_of(shm: Path, path: Path) -> Path:
-    return shm / "sources" / source_identity.stamp_source([path]).name
+    return shm / "sources" / source_stamps_and_digests.stamp_source([path]).name
 
 
 def test_two_records_that_were_swapped_are_not_believed(shm: Path, tmp_path: Path) -> None:
@@ -52,17 +52,17 @@ def test_a_record_copied_to_another_name_is_not_believed(shm: Path, tmp_path: Pa
 
 def test_no_changed_byte_of_a_record_is_believed(shm: Path, tmp_path: Path) -> None:
     paths = two(tmp_path)
-    source = source_identity.stamp_source([paths[0]])
+    source = source_stamps_and_digests.stamp_source([paths[0]])
     record = record_of(shm, paths[0])
     whole = record.read_bytes()
     with open_stores() as places:
         store = places.found[0]
-        assert remembered_digests.read_record(store, source) is not None
+        assert remembered_source_digests.read_record(store, source) is not None
         for at in range(len(whole)):
             record.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            assert remembered_digests.read_record(store, source) is None, at
+            assert remembered_source_digests.read_record(store, source) is None, at
             record.write_bytes(whole[:at])
-            assert remembered_digests.read_record(store, source) is None, at
+            assert remembered_source_digests.read_record(store, source) is None, at
     assert right(paths)
 
 

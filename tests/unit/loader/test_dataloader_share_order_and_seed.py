@@ -11,7 +11,12 @@ import pytest
 import share_data
 
 from legroom.errors import ShareMismatch, ShareUnsupported, Unpicklable, UsageError
-from legroom.loader.dataloader.sharing import content_digest, group_settings, seeding, start_producer_process
+from legroom.loader.dataloader.sharing import (
+    digest_equal_in_any_process,
+    group_settings,
+    order_and_seed_of_each_batch,
+    start_producer_process,
+)
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -23,8 +28,8 @@ def loader(dataset: Any = None, **given: Any) -> Any:
     )
 
 
-def orders(of: Any, seed: int = 5) -> seeding.Orders:
-    return seeding.Orders(of.batch_sampler, True, seed, of.generator)
+def orders(of: Any, seed: int = 5) -> order_and_seed_of_each_batch.Orders:
+    return order_and_seed_of_each_batch.Orders(of.batch_sampler, True, seed, of.generator)
 
 
 def test_an_order_depends_on_seed_and_epoch_alone() -> None:
@@ -55,22 +60,22 @@ def test_a_distributed_sampler_is_told_the_epoch_and_keeps_its_own() -> None:
 
 
 def test_indices_that_are_not_numbers_keep_their_type() -> None:
-    order = seeding.Order([["a", ("b", 1)], [True]], batched=True)
+    order = order_and_seed_of_each_batch.Order([["a", ("b", 1)], [True]], batched=True)
     assert [order[0], order[1]] == [["a", ("b", 1)], [True]] and type(order[1][0]) is bool
-    assert seeding.Order([3, 4], batched=False)[1] == [4]
+    assert order_and_seed_of_each_batch.Order([3, 4], batched=False)[1] == [4]
 
 
 @pytest.mark.parametrize("last", [["a"], [1 << 70], [True], [], [5, 6, 7]])
 def test_an_order_of_several_blocks_has_every_batch(last: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_BLOCK", 2)
+    monkeypatch.setattr(order_and_seed_of_each_batch, "_BLOCK", 2)
     batches = [[0, 1], [], [2], [3, 4, 5], [6], last, [8]]
-    order = seeding.Order(iter(batches), batched=True)
+    order = order_and_seed_of_each_batch.Order(iter(batches), batched=True)
     assert [order[number] for number in range(len(order))] == batches
-    assert order.digest == seeding.Order(batches, batched=True).digest
+    assert order.digest == order_and_seed_of_each_batch.Order(batches, batched=True).digest
 
 
 def test_an_order_may_be_empty() -> None:
-    assert len(seeding.Order([], batched=True)) == 0
+    assert len(order_and_seed_of_each_batch.Order([], batched=True)) == 0
 
 
 def test_a_batch_is_the_same_with_any_generators_and_threads() -> None:
@@ -169,8 +174,8 @@ def test_each_rank_has_its_group() -> None:
 def test_digests_name_what_differs() -> None:
     one = {"image": torch.zeros(2), "meta": [1, {"name": "a"}], "array": np.arange(3)}
     other = {"image": torch.zeros(2), "meta": [1, {"name": "b"}], "array": np.arange(3).astype(np.int32)}
-    assert content_digest.differing(one, other) == ["['meta'][1]['name']", "['array']"]
-    assert content_digest.differing(one, {**one}) == []
+    assert digest_equal_in_any_process.differing(one, other) == ["['meta'][1]['name']", "['array']"]
+    assert digest_equal_in_any_process.differing(one, {**one}) == []
 
 
 def test_the_path_of_what_cannot_be_pickled() -> None:

@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple
 from legroom.errors import UnreadableSource
 from legroom.messages import say
 from legroom.records.failure import Evidence, LogFacts, Role, Sign
-from legroom.rescue.log_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, start_of
+from legroom.rescue.failure_message_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, start_of
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
 MOST = 16 << 20  # bytes read if the last KEEP contain no failure

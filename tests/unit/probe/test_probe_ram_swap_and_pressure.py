@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.memory import amount, memory, ram_pool
+from legroom.probe.ram_swap_and_pressure import amount, memory, ram_pool
 from legroom.records.machine import CgroupLevel, Memory, MemoryEvents
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30

@@ -1,7 +1,4 @@
-"""Loads a few samples of a dataset, each timed, and counts the bytes in a sample or a batch.
-
-The random state of the program stays as it was.
-"""
+"""Loads a few samples of a dataset, each timed, and counts the bytes in a sample or a batch."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import io
 import pickle
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -204,24 +199,3 @@ class _TensorFinder(pickle.Pickler):
             return None
         self.found.append(thing)
         return len(self.found)
-
-
-@contextmanager
-def unchanged_random_state() -> Iterator[None]:
-    """Restore the global generators of random, numpy and torch's CPU afterwards.
-
-    A measurement must not change what a seeded run computes. Generators that a dataset owns, and CUDA's, are not
-    covered.
-    """
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    plain, tensors = random.getstate(), torch.get_rng_state()
-    arrays = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(plain)
-        torch.set_rng_state(tensors)
-        if numpy:
-            numpy.random.set_state(arrays)

@@ -11,7 +11,7 @@ import time
 import zlib
 from contextlib import suppress
 
-from legroom.cache.remembered_digests import replace_record
+from legroom.cache.remembered_source_digests import replace_record
 from legroom.cache.store_directories import existing_stores, read_small_file, store_lock
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp, stamp_from_json

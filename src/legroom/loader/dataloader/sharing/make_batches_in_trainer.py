@@ -16,7 +16,7 @@ from legroom.errors import BudgetTooSmall, WorkerDied
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.epoch_iterator import Progress, WorkerState
 from legroom.loader.dataloader.pin_memory import map_batch
-from legroom.loader.dataloader.sharing.seeding import (
+from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
     Orders,
     Position,
     SeededDataset,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.records.failure import Evidence, Verdict
-from legroom.rescue.failure_messages_in_log import facts_of
-from legroom.rescue.log_patterns import SIGNATURES
+from legroom.rescue.failure_message_patterns import SIGNATURES
+from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify
 
 WORDINGS: list[dict[str, str]] = json.loads((Path(__file__).parent / "wordings.json").read_text("utf-8"))
@@ -156,7 +156,7 @@ def test_the_exception_is_found_far_from_the_end_and_far_into_a_line() -> None:
 
 
 def test_more_of_a_file_is_read_where_its_end_names_nothing(tmp_path: Path) -> None:
-    from legroom.rescue.failure_messages_in_log import KEEP, read_log
+    from legroom.rescue.find_failures_in_log import KEEP, read_log
 
     log = tmp_path / "train.log"
     log.write_text(OOM + "waiting for the other ranks\n" * (2 * KEEP // 28))

@@ -25,7 +25,7 @@ from typing import Any
 from legroom.cache.file_stamps import Stamp
 from legroom.cache.manifest import is_key
 from legroom.cache.mmap_huge_pages_crc32 import write_all
-from legroom.cache.source_identity import DIGITS, Source, same_lookup
+from legroom.cache.source_stamps_and_digests import DIGITS, Source, same_lookup
 from legroom.cache.store_directories import Store, is_resource_shortage, store_lock
 from legroom.formats.base_reader import Lookup
 

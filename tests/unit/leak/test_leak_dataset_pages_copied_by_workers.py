@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.leak.copied_dataset import CopiedDataset, _addresses
+from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset, _addresses
 from legroom.leak.find_leaking_lines import diagnose_process
 from legroom.leak.record_files import ProcessRecord
 
