@@ -47,3 +47,13 @@ def test_no_file_name_is_used_twice() -> None:
 def test_no_file_is_longer_than_it_should_be() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_bytes().splitlines()) for path in SOURCE.rglob("*.py")}
     assert {name: count for name, count in lengths.items() if count > MOST_LINES} == {}
+
+
+def test_no_class_name_is_used_twice() -> None:
+    """A name with an underscore is known in its own file only."""
+    found: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}

@@ -153,7 +153,7 @@ class TuneRequest(LoaderSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedChoice:
     """The chosen settings and their need, and the ideal settings if memory were not limited."""
 
     settings: CompleteLoaderSettings
@@ -165,7 +165,7 @@ class Choice:
     bounds: Preset
 
 
-def choose(measured: Measured, machine: Machine, request: TuneRequest) -> Choice:
+def choose(measured: Measured, machine: Machine, request: TuneRequest) -> TunedChoice:
     """The settings to take."""
     together = per_rank(request.batch_size, request.effective_batch, request.ranks)
     bounds = preset(request.preset)
@@ -177,7 +177,7 @@ def choose(measured: Measured, machine: Machine, request: TuneRequest) -> Choice
         if plan.verdict != "too-big":
             break
         refused = refused or plan
-    return Choice(candidate, plan, ideal, refused, together, cores, bounds)
+    return TunedChoice(candidate, plan, ideal, refused, together, cores, bounds)
 
 
 def workload(measured: Measured, request: TuneRequest, candidate: CompleteLoaderSettings) -> Workload:
@@ -289,7 +289,7 @@ def climb(
     measured: Measured,
     machine: Machine,
     request: TuneRequest,
-    choice: Choice,
+    choice: TunedChoice,
     run: Callable[[CompleteLoaderSettings], float | str],
 ) -> Climbed:
     """Raise workers, then prefetch; ``run`` returns samples per second, or the reason of its failure."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from legroom.advice.choose_tuned_settings import (
     SLACK,
-    Choice,
     Climbed,
+    TunedChoice,
     TuneRequest,
     choose,
     most_workers,
@@ -36,7 +36,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{digits}f} ms"
 
 
-def reasons(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> dict[str, str]:
+def reasons(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> dict[str, str]:
     """The reason for each setting."""
     candidate = choice.settings
     lines = {
@@ -50,7 +50,7 @@ def reasons(measured: Measured, machine: Machine, request: TuneRequest, choice: 
     return lines
 
 
-def _batch(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+def _batch(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
     batch = choice.settings.batch_size
     if batch == request.batch_size:
         return say("batch {batch}: as requested, {size}", batch=batch, size=_batch_bytes(measured, batch))
@@ -64,7 +64,7 @@ def _batch_bytes(measured: Measured, batch: int) -> str:
     return format_size(measured.batch_bytes * batch // measured.batch_size)
 
 
-def _accumulation(request: TuneRequest, choice: Choice) -> str:
+def _accumulation(request: TuneRequest, choice: TunedChoice) -> str:
     batch, steps = choice.settings.batch_size, choice.together // choice.settings.batch_size
     return say(
         "accumulation {steps}: {batch} × {steps} × {ranks} ranks = {effective} samples per optimizer "
@@ -73,7 +73,7 @@ def _accumulation(request: TuneRequest, choice: Choice) -> str:
     )  # fmt: skip
 
 
-def _workers(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+def _workers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
     candidate, ideal = choice.settings, choice.ideal
     if measured.unsendable is not None:
         return say("workers 0: a batch cannot be sent from a worker ({why})", why=measured.unsendable)
@@ -96,7 +96,7 @@ def _workers(measured: Measured, request: TuneRequest, choice: Choice) -> str:
     return joined((head, _why_no_more(measured, request, choice)))
 
 
-def _no_workers(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+def _no_workers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
     here = milliseconds(pace(measured, choice.settings, choice.cores, request.step))
     most, bound = most_workers(measured, request, choice.cores, choice.bounds)
     if not most:
@@ -118,12 +118,12 @@ _BOUNDS = {
 }
 
 
-def _bound(name: str, measured: Measured, choice: Choice) -> str:
+def _bound(name: str, measured: Measured, choice: TunedChoice) -> str:
     share = measured.wait_seconds / measured.sample_seconds if measured.sample_seconds else 0.0
     return say(_BOUNDS[name], cores=choice.cores, share=share)
 
 
-def _why_no_more(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+def _why_no_more(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
     candidate = choice.settings
     most, bound = most_workers(measured, request, choice.cores, choice.bounds)
     if candidate.num_workers >= most:
@@ -135,7 +135,7 @@ def _why_no_more(measured: Measured, request: TuneRequest, choice: Choice) -> st
     return say("another worker would gain {share:.0%}", share=max(0.0, 1 - more / now))
 
 
-def _prefetch(measured: Measured, choice: Choice) -> str:
+def _prefetch(measured: Measured, choice: TunedChoice) -> str:
     candidate = choice.settings
     if candidate.prefetch_factor < choice.ideal.prefetch_factor:
         return say(
@@ -151,7 +151,7 @@ def _prefetch(measured: Measured, choice: Choice) -> str:
     )  # fmt: skip
 
 
-def _pin(machine: Machine, choice: Choice) -> str:
+def _pin(machine: Machine, choice: TunedChoice) -> str:
     if not machine.gpus.cards:
         return say("pin_memory off: no GPU found")
     if not choice.settings.pin_memory and choice.refused is None:
@@ -178,7 +178,7 @@ class Around:
     why: dict[str, str]
 
 
-def around(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> Around:
+def around(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> Around:
     """The settings around the DataLoader that go with that choice on this machine."""
     why: dict[str, str] = {}
     persistent, why["persistent_workers"] = _persistent(choice)
@@ -188,7 +188,7 @@ def around(measured: Measured, machine: Machine, request: TuneRequest, choice: C
     return Around(persistent, low, threads, allocator, why)
 
 
-def _persistent(choice: Choice) -> tuple[bool, str]:
+def _persistent(choice: TunedChoice) -> tuple[bool, str]:
     if not choice.settings.num_workers:
         return False, say("persistent_workers off: no workers")
     if not choice.bounds.persistent:
@@ -196,7 +196,7 @@ def _persistent(choice: Choice) -> tuple[bool, str]:
     return True, say("persistent_workers on: workers are not restarted every epoch")
 
 
-def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> tuple[bool, str]:
+def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> tuple[bool, str]:
     ram = machine.pool("ram")
     if measured.rows is None:
         return False, say("low_memory off: the dataset has no length")
@@ -220,7 +220,7 @@ def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choi
     )
 
 
-def _threads(machine: Machine, choice: Choice) -> tuple[int, str]:
+def _threads(machine: Machine, choice: TunedChoice) -> tuple[int, str]:
     cores, workers = int(choice.cores), choice.settings.num_workers
     # With a GPU the training process mostly waits; without one it does the work.
     threads = max(1, cores // (workers + 1) if machine.gpus.cards else cores - workers)
@@ -241,7 +241,7 @@ def _allocator(machine: Machine) -> tuple[str | None, str]:
 _QUARTER = 4
 
 
-def levers(measured: Measured, request: TuneRequest, choice: Choice) -> tuple[Lever, ...]:
+def levers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> tuple[Lever, ...]:
     """Further options to save memory with these settings."""
     return (*_loader(measured, request, choice), *_samples(measured, request, choice), *_model())
 
@@ -250,7 +250,7 @@ def _need(measured: Measured, request: TuneRequest, candidate: CompleteLoaderSet
     return need(workload(measured, request, candidate))
 
 
-def _loader(measured: Measured, request: TuneRequest, choice: Choice) -> Iterator[Lever]:
+def _loader(measured: Measured, request: TuneRequest, choice: TunedChoice) -> Iterator[Lever]:
     candidate = choice.settings
     now = _need(measured, request, candidate)
     if candidate.num_workers:
@@ -269,7 +269,7 @@ def _loader(measured: Measured, request: TuneRequest, choice: Choice) -> Iterato
         )
 
 
-def _samples(measured: Measured, request: TuneRequest, choice: Choice) -> Iterator[Lever]:
+def _samples(measured: Measured, request: TuneRequest, choice: TunedChoice) -> Iterator[Lever]:
     """A quarter less length saves a quarter of the bytes; a quarter off each image side nearly half."""
     largest = max(measured.tensors, default=0)
     if not largest:
@@ -332,14 +332,14 @@ def settle(
 
 
 def _at(
-    candidate: CompleteLoaderSettings, measured: Measured, machine: Machine, request: TuneRequest, choice: Choice
-) -> Choice:
+    candidate: CompleteLoaderSettings, measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice
+) -> TunedChoice:
     return replace(
         choice, settings=candidate, ideal=candidate, refused=None, plan=plan_of(measured, machine, request, candidate)
     )
 
 
-def _settings(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> Settings:
+def _settings(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> Settings:
     rest = around(measured, machine, request, choice)
     return Settings(
         batch_size=choice.settings.batch_size,

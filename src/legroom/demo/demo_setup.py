@@ -44,7 +44,7 @@ _YOUNG = 60.0  # seconds after which an empty directory counts as left over
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class DemoSize:
     """What the demo will do, and in ``notes`` what is smaller than elsewhere."""
 
     engine: str  # torch or numpy
@@ -55,7 +55,7 @@ class Size:
     notes: tuple[str, ...] = ()
 
 
-def demo_size(ram: int | None, disk: int, *, no_torch: str | None, quick: bool, in_memory: bool = False) -> Size:
+def demo_size(ram: int | None, disk: int, *, no_torch: str | None, quick: bool, in_memory: bool = False) -> DemoSize:
     """What fits into that many free bytes; ``in_memory``: the disk is memory too, ``no_torch``: why not with torch."""
     notes: list[str] = []
     if ram is None:
@@ -91,7 +91,7 @@ def demo_size(ram: int | None, disk: int, *, no_torch: str | None, quick: bool, 
         sizes = {"data": data, "largest": largest, "ram": ram, "disk": disk}
         notes.append(say("{data} of data instead of {largest}: {ram} of memory and {disk} of disk free",
                          **{name: format_size(size) for name, size in sizes.items()}))  # fmt: skip
-    return Size(engine, data // ROW_BYTES, runs, quick, no_loaders, tuple(notes))
+    return DemoSize(engine, data // ROW_BYTES, runs, quick, no_loaders, tuple(notes))
 
 
 def rows_that_overflow(shm_size: int | None) -> int | None:

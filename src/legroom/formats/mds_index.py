@@ -55,7 +55,7 @@ class ShardFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class MdsShard:
     """A shard: the file with its samples, and its compressed form if there is one."""
 
     samples: int
@@ -64,7 +64,7 @@ class Shard:
     compression: str | None  # the algorithm, without its level
 
 
-def parse_index(path: Path, text: bytes) -> tuple[list[Column], list[Shard]]:
+def parse_index(path: Path, text: bytes) -> tuple[list[Column], list[MdsShard]]:
     """The columns, the same in every shard, and the shards."""
     try:
         index = json.loads(text)
@@ -136,7 +136,7 @@ def _column(path: Path, name: str, encoding: str) -> Column:
     return Column(name, encoding, np.dtype(dtype), axes)
 
 
-def _shard(path: Path, number: int, shard: dict[str, Any]) -> Shard:
+def _shard(path: Path, number: int, shard: dict[str, Any]) -> MdsShard:
     samples, compression = shard.get("samples"), shard.get("compression")
     if type(samples) is not int or not 0 <= samples < MOST_SHARD or not isinstance(compression, (str, type(None))):
         raise _invalid(path, number, "samples")
@@ -145,7 +145,7 @@ def _shard(path: Path, number: int, shard: dict[str, Any]) -> Shard:
         raise _invalid(path, number, "raw_data")
     compressed = _file(path, number, shard.get("zip_data"))
     algorithm = compression.partition(":")[0] if compression else None
-    return Shard(samples, raw, compressed if algorithm else None, algorithm)
+    return MdsShard(samples, raw, compressed if algorithm else None, algorithm)
 
 
 def _file(path: Path, number: int, given: Any) -> ShardFile | None:

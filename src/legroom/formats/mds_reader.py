@@ -33,7 +33,7 @@ from legroom.formats.gather_byte_ranges import (
     read_slabs,
     slabs_of_rows,
 )
-from legroom.formats.mds_index import INDEX, MOST_INDEX, Column, Shard, ShardFile, parse_index
+from legroom.formats.mds_index import INDEX, MOST_INDEX, Column, MdsShard, ShardFile, parse_index
 from legroom.formats.refuse_changed_folder_files import FolderFile, FolderRoot, are_among, packed_stamp, unpacked_stamp
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
@@ -80,7 +80,7 @@ class MdsReader(BaseReader):
         self.selection.check([spec.name for spec in specs], every, self.path)
         return Description("mds", tuple(specs), {}, (self.path,))
 
-    def _read_index(self) -> tuple[list[Column], list[Shard]]:
+    def _read_index(self) -> tuple[list[Column], list[MdsShard]]:
         path = self.path / INDEX
         stats = self._root.stat(INDEX)
         if stats.st_size > MOST_INDEX:
@@ -90,7 +90,7 @@ class MdsReader(BaseReader):
         with self.memory.take(_PARSED * stats.st_size, str(path)), FolderFile(self._root, INDEX, stamp) as file:
             return parse_index(path, file.read_at(0, file.size))
 
-    def _opened(self, shard: Shard, columns: Sequence[Column], counted: GrowingMemory) -> _OpenedShard:
+    def _opened(self, shard: MdsShard, columns: Sequence[Column], counted: GrowingMemory) -> _OpenedShard:
         stored = self._stored(shard)
         stats = self._root.stat(stored.name)
         if stats.st_size != stored.nbytes:
@@ -106,7 +106,7 @@ class MdsReader(BaseReader):
         opened.find_values(columns, set(self._columns), counted)
         return opened
 
-    def _stored(self, shard: Shard) -> ShardFile:
+    def _stored(self, shard: MdsShard) -> ShardFile:
         """The shard's file as it is, or the compressed one if only that is there."""
         if shard.compressed is None or (self.path / shard.raw.name).exists():
             return shard.raw
@@ -173,7 +173,7 @@ def _specs(column: Column, rows: int, nbytes: int) -> list[ArraySpec]:
 class _OpenedShard:
     """One shard: where the values of its samples are."""
 
-    def __init__(self, reader: MdsReader, shard: Shard, stored: ShardFile, stamp: tuple[int, ...]) -> None:
+    def __init__(self, reader: MdsReader, shard: MdsShard, stored: ShardFile, stamp: tuple[int, ...]) -> None:
         self._root, self._memory = reader._root, reader.memory
         self._shard, self._stored, self._stamp = shard, stored, stamp
         self._path = reader.path / stored.name

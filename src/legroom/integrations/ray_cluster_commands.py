@@ -23,7 +23,7 @@ from typing import Any
 from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import ClusterUnreachable, UsageError
 from legroom.formats.base_reader import Selection
-from legroom.integrations.ray_divide_download import Exchange, Member
+from legroom.integrations.ray_divide_download import Exchange, LoadingNode
 from legroom.integrations.ray_node_answers import answer_here, error_of, load_here
 from legroom.integrations.ray_node_send_and_receive import NodeLoader
 from legroom.messages import say
@@ -159,8 +159,8 @@ def _unreachable(address: str, problem: Exception) -> ClusterUnreachable:
     )
 
 
-def _members(ray: Any, wanted: Iterable[str] | None) -> list[Member]:
-    alive = [Member(one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]]
+def _members(ray: Any, wanted: Iterable[str] | None) -> list[LoadingNode]:
+    alive = [LoadingNode(one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]]
     if wanted is None:
         return sorted(alive, key=lambda node: (node.address, node.ident))
     names = [wanted] if isinstance(wanted, str) else list(wanted)
@@ -175,14 +175,14 @@ def _members(ray: Any, wanted: Iterable[str] | None) -> list[Member]:
     return found
 
 
-def _on(ray: Any, thing: Any, node: Member, **options: Any) -> Any:
+def _on(ray: Any, thing: Any, node: LoadingNode, **options: Any) -> Any:
     strategies = require("ray.util.scheduling_strategies", "", say("many nodes"), package="ray")
     strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
     return thing.options(num_cpus=0, scheduling_strategy=strategy, **options)
 
 
 def _warm_alone(
-    ray: Any, members: Sequence[Member], path: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool
+    ray: Any, members: Sequence[LoadingNode], path: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool
 ) -> list[NodeLoad]:
     begun = time.monotonic()
     task = ray.remote(load_here)
@@ -198,11 +198,11 @@ def _warm_alone(
 
 
 def _warm_together(
-    ray: Any, members: list[Member], url: ObjectUrl, backing: str, revalidate: bool, told: Told | None
+    ray: Any, members: list[LoadingNode], url: ObjectUrl, backing: str, revalidate: bool, told: Told | None
 ) -> list[NodeLoad]:
     """Load one object on all nodes, each byte of it read by one of them."""
 
-    def arrived(node: Member) -> None:
+    def arrived(node: LoadingNode) -> None:
         if told is not None:
             told(node.address, str(url), node.done, node.size)
 
@@ -246,7 +246,7 @@ def _warm_together(
     return found
 
 
-def _holders(ray: Any, members: Sequence[Member], waiting: Sequence[Member]) -> list[Member]:
+def _holders(ray: Any, members: Sequence[LoadingNode], waiting: Sequence[LoadingNode]) -> list[LoadingNode]:
     """The nodes that have the entry already and can pass on the object's bytes. They read nothing from its source."""
     refs = {node.actor.offer.remote(): node for node in members if node.alive and "key" in node.result}
     found = []
@@ -261,7 +261,7 @@ def _holders(ray: Any, members: Sequence[Member], waiting: Sequence[Member]) -> 
     return found
 
 
-def _load_record(node: Member, source: str, seconds: float) -> NodeLoad:
+def _load_record(node: LoadingNode, source: str, seconds: float) -> NodeLoad:
     result = node.result
     error = _node_error(result.get("error"))
     fresh = result.get("fresh", "read" in result)

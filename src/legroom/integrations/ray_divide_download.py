@@ -35,11 +35,11 @@ _AHEAD = 8  # groups that a node reads, or has read and not passed on to all oth
 _SECONDS = 0.2  # that a group should take on a link: calls cost a few milliseconds each
 _TRIES = 3  # of one node to receive a group
 _LOOK = 1.0  # seconds without an answer after which nodes are looked at
-Arrived = Callable[["Member"], None]
+Arrived = Callable[["LoadingNode"], None]
 
 
 @dataclass(slots=True)
-class Member:
+class LoadingNode:
     """A node of the cluster, and its part in loading one object."""
 
     ident: str
@@ -74,7 +74,7 @@ class _Group:
 
     first: int
     last: int
-    reader: Member
+    reader: LoadingNode
     data: Any  # ref of its bytes
     receivers: int = 0  # that still lack it
 
@@ -86,11 +86,11 @@ class _Group:
 class Exchange:
     """Lets nodes read the pieces that some of them lack, and pass them on."""
 
-    def __init__(self, ray: Any, nodes: Sequence[Member], arrived: Arrived) -> None:
+    def __init__(self, ray: Any, nodes: Sequence[LoadingNode], arrived: Arrived) -> None:
         self._ray, self._nodes, self._arrived = ray, nodes, arrived
         self._todo = deque(sorted({number for node in nodes for number in node.missing}))
         self._reads: dict[Any, _Group] = {}  # by the ref of the signature
-        self._receives: dict[Any, tuple[Member, _Group]] = {}
+        self._receives: dict[Any, tuple[LoadingNode, _Group]] = {}
         self._unread: dict[int, dict[str, Exception]] = {}  # by piece: the nodes that failed to read it, and why
         self._untaken: dict[tuple[str, int], int] = {}  # by node and piece: how often it failed to receive it
         self._on_the_way = 0  # pieces
@@ -151,7 +151,7 @@ class Exchange:
         left = len(self._todo) // (_READS * alive)
         return min(GROUP, max(1, min(quick, left)), _ON_THE_WAY // PIECE - self._on_the_way)
 
-    def _take(self, first: int, most: int, lacking: list[Member]) -> int:
+    def _take(self, first: int, most: int, lacking: list[LoadingNode]) -> int:
         """Take a group that begins there: pieces, one after the other, that the same nodes lack. Returns its end."""
         last = first
         while last - first < most and self._todo and self._todo[0] == last:
@@ -200,7 +200,7 @@ class Exchange:
             return
         self._has(node, group)
 
-    def _received_or_lost(self, node: Member, group: _Group) -> None:
+    def _received_or_lost(self, node: LoadingNode, group: _Group) -> None:
         """One receiver less."""
         node.coming.difference_update(group.pieces)
         group.receivers -= 1
@@ -213,7 +213,7 @@ class Exchange:
         self._on_the_way -= len(group.pieces)
         self._passed_on += len(group.pieces)
 
-    def _has(self, node: Member, group: _Group) -> None:
+    def _has(self, node: LoadingNode, group: _Group) -> None:
         news = node.missing.intersection(group.pieces)
         if news:
             node.missing -= news
@@ -226,7 +226,7 @@ class Exchange:
             if number not in self._todo:
                 self._todo.appendleft(number)
 
-    def _is_lost(self, node: Member, problem: Exception) -> bool:
+    def _is_lost(self, node: LoadingNode, problem: Exception) -> bool:
         """Take a node that is gone out of the load."""
         gone = isinstance(problem, self._ray.exceptions.RayActorError)
         if gone:
@@ -240,7 +240,7 @@ class Exchange:
             if node.alive and node.ident not in alive:
                 self._lost(node)
 
-    def _lost(self, node: Member, error: dict[str, Any] | None = None) -> None:
+    def _lost(self, node: LoadingNode, error: dict[str, Any] | None = None) -> None:
         """Nothing comes from that node any more: other nodes read again what it had not passed on."""
         node.failed(error)
         for ref, group in list(self._reads.items()):

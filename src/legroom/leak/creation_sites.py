@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from legroom.leak.object_size import is_tensor, pool_of
-from legroom.leak.user_source_files import Line, nearest_user_line
+from legroom.leak.user_source_files import CodeLine, nearest_user_line
 
 _FRAMES = 12
 _MOST_SITES = 24
@@ -33,7 +33,7 @@ _OURS = __file__.rpartition("/")[0]
 class WindowSite:
     """What one line made in a window that is alive at its end, and how much of it came after the middle."""
 
-    line: Line
+    line: CodeLine
     blocks: int
     size: int
     later_blocks: int
@@ -95,7 +95,7 @@ class Tracing:
         """Sites that have more alive than in the middle, the largest first; call `close` after it."""
         if not self.open:
             return []
-        sites: dict[Line, list[int]] = {}
+        sites: dict[CodeLine, list[int]] = {}
         for traceback, (size, count) in _live().items():
             frames = [(frame.filename, frame.lineno) for frame in reversed(traceback)]
             if any(file.startswith(_OURS) for file, _ in frames):
@@ -123,7 +123,7 @@ class Tracing:
             self.close()
 
 
-def creation_line(thing: Any) -> Line | None:
+def creation_line(thing: Any) -> CodeLine | None:
     """Which line made an object, while tracemalloc traces; of a pair or list the first part that is known."""
     if not _tracemalloc.is_tracing():
         return None
@@ -158,12 +158,12 @@ def _address_look_up() -> Any:
     return function
 
 
-def live_tensors() -> dict[Line, tuple[int, dict[str, int]]]:
+def live_tensors() -> dict[CodeLine, tuple[int, dict[str, int]]]:
     """Tensors that were made in this window and are alive, by line: how many, and bytes by pool.
 
     Reads every object that Python's garbage collector knows: only for growth that nothing else explains.
     """
-    found: dict[Line, tuple[int, dict[str, int]]] = {}
+    found: dict[CodeLine, tuple[int, dict[str, int]]] = {}
     if "torch" not in sys.modules:
         return found
     seen: set[int] = set()

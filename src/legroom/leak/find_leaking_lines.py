@@ -10,9 +10,9 @@ import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from legroom.leak.leak_or_plateau import FEWEST, Trend, trend
+from legroom.leak.leak_or_plateau import FEWEST, SeriesTrend, trend
 from legroom.leak.lines_that_fill_containers import lines_for, passing_lines
-from legroom.leak.record_files import HolderRecord, ProcessRecord, Sample, Window
+from legroom.leak.record_files import CounterSample, HolderRecord, ProcessRecord, TraceWindow
 from legroom.leak.user_source_files import is_user_file
 from legroom.messages import say
 from legroom.monitor.history_and_trend import theil_sen
@@ -46,10 +46,10 @@ class _Series:
     """What a process used, by step or by second."""
 
     per: Per
-    samples: list[Sample]
+    samples: list[CounterSample]
     xs: list[float] = field(default_factory=list)
 
-    def of(self, read: Callable[[Sample], float | None]) -> list[tuple[float, float]]:
+    def of(self, read: Callable[[CounterSample], float | None]) -> list[tuple[float, float]]:
         pairs = [(x, read(sample)) for x, sample in zip(self.xs, self.samples, strict=True)]
         return [(x, value) for x, value in pairs if value is not None]
 
@@ -127,7 +127,7 @@ class _Pools:
     def __init__(self, series: _Series) -> None:
         self.series = series
         self.malloc_known = any(sample.counters.malloc is not None for sample in series.samples)
-        self._trends: dict[str, Trend] = {}
+        self._trends: dict[str, SeriesTrend] = {}
 
     def names(self) -> list[str]:
         gpus = max((len(sample.counters.gpus) for sample in self.series.samples), default=0)
@@ -167,7 +167,7 @@ class _Pools:
             )
         )
 
-    def trend(self, pool: str) -> Trend:
+    def trend(self, pool: str) -> SeriesTrend:
         if pool not in self._trends:
             self._trends[pool] = trend(self.points(pool), least=_LEAST_GROWTH)
         return self._trends[pool]
@@ -194,7 +194,7 @@ class _Pools:
         return PoolGrowth(pool, _slope(points) or 0.0, found.leaks, explained, tuple(points))
 
 
-def _mapped(sample: Sample) -> float | None:
+def _mapped(sample: CounterSample) -> float | None:
     counters = sample.counters
     if counters.anonymous is None or counters.malloc_system is None:
         return None
@@ -219,7 +219,7 @@ class _Candidate:
     """A holder that grows in the shape of a leak."""
 
     holder: HolderRecord
-    trend: Trend
+    trend: SeriesTrend
     points: list[tuple[float, float]]
     pools: dict[str, float]  # bytes per step
 
@@ -379,7 +379,7 @@ def _site(
     )
 
 
-def _certainty(found: Trend, *, confirmed: bool, lines: Sequence[SourceLine]) -> Certainty:
+def _certainty(found: SeriesTrend, *, confirmed: bool, lines: Sequence[SourceLine]) -> Certainty:
     if confirmed and found.evenness >= _EVEN:
         return "high" if len(lines) == 1 else "medium"
     return "medium" if confirmed and lines else "low"
@@ -457,7 +457,9 @@ def _unexplained(
     return found
 
 
-def _by_windows(windows: Sequence[Window], rest: float, pool: str, series: _Series, grows: Trend) -> list[GrowingSite]:
+def _by_windows(
+    windows: Sequence[TraceWindow], rest: float, pool: str, series: _Series, grows: SeriesTrend
+) -> list[GrowingSite]:
     """Lines whose blocks or tensors stay alive in every window in proportion to its steps."""
     rates: dict[tuple[str, int], list[float]] = {}
     kinds: dict[tuple[str, int], Kind] = {}
@@ -497,7 +499,7 @@ def _by_windows(windows: Sequence[Window], rest: float, pool: str, series: _Seri
 
 
 def _nameless(
-    pool: str, rate: float, series: _Series, pools: _Pools, grows: Trend, *, mapped: bool = False
+    pool: str, rate: float, series: _Series, pools: _Pools, grows: SeriesTrend, *, mapped: bool = False
 ) -> GrowingSite:
     blocks = _slope(series.of(lambda sample: sample.counters.blocks)) or 0.0
     kind: Kind = "native"
@@ -560,7 +562,7 @@ def _with_time(site: GrowingSite, series: _Series, free: dict[str, int]) -> Grow
     return replace(site, rate_per_second=per_second, full_in=full)
 
 
-def _free(samples: Sequence[Sample]) -> dict[str, int]:
+def _free(samples: Sequence[CounterSample]) -> dict[str, int]:
     """Free bytes of each pool at the last reading."""
     found: dict[str, int] = {}
     for sample in samples:

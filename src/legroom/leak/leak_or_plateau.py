@@ -36,7 +36,7 @@ _SINCE = 0.4  # slope of an earlier part that still belongs to the growth
 
 
 @dataclass(frozen=True, slots=True)
-class Trend:
+class SeriesTrend:
     """How a series changes: its shape, and for growth the rate per step, and since which step."""
 
     shape: Shape
@@ -50,42 +50,44 @@ class Trend:
         return self.shape == "steady"
 
 
-def trend(points: Points, *, exact: bool = False, least: float = 0.0) -> Trend:
+def trend(points: Points, *, exact: bool = False, least: float = 0.0) -> SeriesTrend:
     """The shape of a series; ``least`` is the smallest growth that counts.
 
     ``exact``: a count without noise, such as the length of a list. Its last rises show whether it has stopped.
     """
     known = _one_per_step(points)
     if len(known) < FEWEST:
-        return Trend("short")
+        return SeriesTrend("short")
     judged = _judged(known)
     if len(judged) < FEWEST:
-        return Trend("short")
+        return SeriesTrend("short")
     steps, values = _binned(judged)
     if len(steps) < FEWEST - 1:
-        return Trend("short")
+        return SeriesTrend("short")
     span = judged[-1][0] - judged[0][0]
     slope = theil_sen(steps, values)
     growth = slope * span
     highest = max(values) - min(values)
     if highest <= least:
-        return Trend("flat")
+        return SeriesTrend("flat")
     fallen = _fallen([value for _, value in judged] if exact else values)
     if fallen > _FALLS * highest:
-        return Trend("falls")
+        return SeriesTrend("falls")
     if _jumped(judged, steps, values):
-        return Trend("jump")
+        return SeriesTrend("jump")
     if growth <= max(least, 0.0) or growth < _OVER_NOISE * scatter(steps, values, slope):
-        return Trend("plateau" if highest > max(least, 0.0) and values[-1] - values[0] > 0.5 * highest else "flat")
+        return SeriesTrend(
+            "plateau" if highest > max(least, 0.0) and values[-1] - values[0] > 0.5 * highest else "flat"
+        )
     half = len(steps) // 2
     early, late = theil_sen(steps[: half + 1], values[: half + 1]), theil_sen(steps[half:], values[half:])
     end = theil_sen(steps[-3:], values[-3:])
     if late < _SLOWER * early or end < _NOW * slope or (exact and _paused(judged, span)):
-        return Trend("plateau")
+        return SeriesTrend("plateau")
     if early < _BEGAN * late:
-        return Trend("recent", late, judged[len(judged) // 2][0], growth)
+        return SeriesTrend("recent", late, judged[len(judged) // 2][0], growth)
     evenness = min(early, late) / max(early, late) * share_in_order(values)
-    return Trend("steady", slope, min(judged[0][0], _since(known, slope)), growth, evenness)
+    return SeriesTrend("steady", slope, min(judged[0][0], _since(known, slope)), growth, evenness)
 
 
 def _judged(known: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -42,7 +42,7 @@ def is_tensor(thing: object) -> bool:
 
 
 @dataclass
-class Size:
+class ObjectSize:
     """What was counted: bytes by pool (``ram``, ``shm``, ``gpu0``), and what kinds of memory it is."""
 
     pools: dict[str, int] = field(default_factory=dict)
@@ -54,9 +54,9 @@ class Size:
         self.pools[pool] = self.pools.get(pool, 0) + count
 
 
-def size_of(things: Iterable[object], *, most_of_each: int | None = None) -> Size:
+def size_of(things: Iterable[object], *, most_of_each: int | None = None) -> ObjectSize:
     """Bytes that these objects keep alive together; ``most_of_each``: at most so many of each, and no buffers."""
-    size, seen, left = Size(), set[int](), _MOST_OBJECTS
+    size, seen, left = ObjectSize(), set[int](), _MOST_OBJECTS
     stack = deque(things)
     numpy: Any = sys.modules.get("numpy")
     array_type = getattr(numpy, "ndarray", ()) if numpy is not None else ()
@@ -82,7 +82,7 @@ def size_of(things: Iterable[object], *, most_of_each: int | None = None) -> Siz
     return size
 
 
-def size_per_item(items: Sequence[object]) -> Size:
+def size_per_item(items: Sequence[object]) -> ObjectSize:
     """Bytes of one item of these: what the later half of them adds, so that what all refer to does not count."""
     half = len(items) // 2
     if half == 0:
@@ -91,7 +91,7 @@ def size_per_item(items: Sequence[object]) -> Size:
     count = len(items) - half
     added = {pool: max(0, amount - few.pools.get(pool, 0)) // count for pool, amount in all_of_them.pools.items()}
     graphs, tensors = (all_of_them.graphs - few.graphs) // count, (all_of_them.tensors - few.tensors) // count
-    return Size(added, graphs, tensors, all_of_them.complete)
+    return ObjectSize(added, graphs, tensors, all_of_them.complete)
 
 
 def leaf_size(thing: Any) -> int | None:
@@ -128,7 +128,7 @@ def pool_of(tensor: Any) -> str:
         return "ram"
 
 
-def _add_tensor(tensor: Any, size: Size, seen: set[int]) -> None:
+def _add_tensor(tensor: Any, size: ObjectSize, seen: set[int]) -> None:
     size.tensors += 1
     size.add("ram", sys.getsizeof(tensor) if type(tensor).__module__ != "torch" else 80)
     try:
@@ -144,7 +144,7 @@ def _add_tensor(tensor: Any, size: Size, seen: set[int]) -> None:
         size.graphs += 1
 
 
-def _add_array(array: Any, size: Size, seen: set[int]) -> None:
+def _add_array(array: Any, size: ObjectSize, seen: set[int]) -> None:
     base = array
     while type(base.base) is type(array):
         base = base.base

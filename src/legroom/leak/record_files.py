@@ -59,7 +59,7 @@ class RecordWriter:
 
 
 @dataclass
-class Sample:
+class CounterSample:
     """Counters at one step."""
 
     step: int | None  # None: taken by the clock, not at a step
@@ -93,7 +93,7 @@ class HolderRecord:
 
 
 @dataclass
-class Window:
+class TraceWindow:
     """One window of tracemalloc."""
 
     steps: int
@@ -113,9 +113,9 @@ class ProcessRecord:
     rank: str | None = None
     started: float = 0.0  # Unix time
     source: str | None = None  # what its steps are: script, optimizer, loader, worker
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[CounterSample] = field(default_factory=list)
     holders: dict[int, HolderRecord] = field(default_factory=dict)
-    windows: list[Window] = field(default_factory=list)
+    windows: list[TraceWindow] = field(default_factory=list)
     copied: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     malloc_known: bool = True
@@ -163,7 +163,9 @@ def _take(record: ProcessRecord | None, data: dict[str, Any]) -> ProcessRecord |
     if kind == "sample":
         counters = data["counters"]
         counters["gpus"] = tuple(counters.get("gpus", ()))
-        read = Sample(data["step"], data["time"], Counters(**counters), data.get("free", {}), data.get("walked", True))
+        read = CounterSample(
+            data["step"], data["time"], Counters(**counters), data.get("free", {}), data.get("walked", True)
+        )
         record.samples.append(read)
         for number, amount in data.get("amounts", ()):
             record.holders[number].amounts.append((data["step"], data["time"], amount))
@@ -184,7 +186,7 @@ def _take(record: ProcessRecord | None, data: dict[str, Any]) -> ProcessRecord |
     elif kind == "window":
         tensors = data.get("tensors")
         record.windows.append(
-            Window(
+            TraceWindow(
                 data["steps"],
                 data["seconds"],
                 [tuple(one) for one in data["sites"]],

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from legroom.leak.user_source_files import Line, user_line
+from legroom.leak.user_source_files import CodeLine, user_line
 
 FOLDER = "/dev/shm"
 _INSIDE = FOLDER + "/"
@@ -24,7 +24,7 @@ class ShmFiles:
     """The files made so far."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Line] = {}
+        self._made: dict[str, CodeLine] = {}
         self._listening = False
         self._hooked = False
 
@@ -43,9 +43,9 @@ class ShmFiles:
         """In a forked process: the files so far are the parent's."""
         self._made.clear()
 
-    def by_line(self) -> dict[Line, tuple[int, int, str]]:
+    def by_line(self) -> dict[CodeLine, tuple[int, int, str]]:
         """For each line the number of its files that exist, their bytes, and a name with ``*`` for numbers."""
-        found: dict[Line, tuple[int, int, str]] = {}
+        found: dict[CodeLine, tuple[int, int, str]] = {}
         for path, line in list(self._made.items()):
             try:
                 size = os.stat(path).st_blocks * 512

@@ -13,7 +13,7 @@ from typing import NamedTuple
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-class Line(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of source code."""
 
     file: str
@@ -42,23 +42,23 @@ def is_user_file(file: str) -> bool:
     return True
 
 
-def user_line(frame: FrameType | None) -> Line | None:
+def user_line(frame: FrameType | None) -> CodeLine | None:
     """The innermost line of the user's code in that call stack; None if there is none."""
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            return Line(frame.f_code.co_filename, frame.f_lineno)
+            return CodeLine(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
-def nearest_user_line(frames: Iterable[tuple[str, int]]) -> Line | None:
+def nearest_user_line(frames: Iterable[tuple[str, int]]) -> CodeLine | None:
     """Of a traceback, innermost frame first, the first line of the user's code; if there is none, the innermost."""
     innermost = None
     for file, number in frames:
         if innermost is None and not file.startswith("<frozen"):
-            innermost = Line(file, number)
+            innermost = CodeLine(file, number)
         if is_user_file(file):
-            return Line(file, number)
+            return CodeLine(file, number)
     return innermost
 
 

@@ -269,7 +269,7 @@ _NOT_IN_ROOT = ("cgroup.type", "cgroup.events", "memory.max")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Cgroup:
     """The cgroup of one process in one hierarchy."""
 
     version: Version | None  # None: there is no such cgroup, or it cannot be found
@@ -283,17 +283,17 @@ class Group:
         return len(self.chain) == 1 and not self.above_hidden
 
 
-def cgroup(host: Host, controller: str, pid: str = "self") -> Group:
+def cgroup(host: Host, controller: str, pid: str = "self") -> Cgroup:
     """The cgroup of ``pid`` for ``controller`` (memory, cpu)."""
     file = f"/proc/{pid}/cgroup"
     membership = _membership(host.text(file) or "", controller)
     if membership is None:
-        return Group(None, (), None, host.why(file))
+        return Cgroup(None, (), None, host.why(file))
     version, path = membership
     seen = _hierarchy_mounts(host, version, controller)
     if not seen:
         name = "cgroup v2" if version == "v2" else f"cgroup v1 {controller}"
-        return Group(None, (), None, say("{name} is not mounted here", name=name))
+        return Cgroup(None, (), None, say("{name} is not mounted here", name=name))
     found = [_locate(host, version, mount, path) for mount in seen]
     # Of several mounts the best shows the process's own cgroup, then most of its parents.
     return max(found, key=lambda group: (bool(group.chain), group.reason is None, len(group.chain)))
@@ -324,12 +324,12 @@ def _hierarchy_mounts(host: Host, version: Version, controller: str) -> list[Mou
     return [mount for mount in seen if mount.kind == "cgroup" and controller in mount.super_options]
 
 
-def _locate(host: Host, version: Version, mount: Mount, path: str) -> Group:
+def _locate(host: Host, version: Version, mount: Mount, path: str) -> Cgroup:
     root = _parts(mount.root)
     inside, reason = _inside(root, _parts(path)), None
     if inside is None:
         reason = say("{path} is outside the mount at {point}", path=path, point=mount.point)
-        return Group(None, (), None, reason)
+        return Cgroup(None, (), None, reason)
     if _unnamed(root, _parts(path)):
         reason = say("the cgroup namespace hides the path of this cgroup below {point}", point=mount.point)
     names = list(inside)
@@ -341,7 +341,7 @@ def _locate(host: Host, version: Version, mount: Mount, path: str) -> Group:
         names.pop()
     chain = tuple("/".join((top, *names[:depth])) for depth in range(len(names), -1, -1))
     hidden = any(part != ".." for part in root) or _not_the_root(host, version, chain[-1])
-    return Group(version, chain, hidden, reason)
+    return Cgroup(version, chain, hidden, reason)
 
 
 def _inside(root: list[str], path: list[str]) -> list[str] | None:

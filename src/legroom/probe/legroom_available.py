@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.probe.filesystems_and_cgroups import Group, cgroup
+from legroom.probe.filesystems_and_cgroups import Cgroup, cgroup
 from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
 from legroom.probe.ram_swap_and_pressure import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
@@ -124,13 +124,13 @@ class _Remembered:
 
     membership: str | None = None
     until: float = 0.0
-    group: Group | None = None
+    group: Cgroup | None = None
 
 
 _remembered = _Remembered()
 
 
-def _group(host: Host) -> Group:
+def _group(host: Host) -> Cgroup:
     if not host.live or str(host.root) != "/":
         return cgroup(host, "memory")
     membership, now = host.text("/proc/self/cgroup"), time.monotonic()

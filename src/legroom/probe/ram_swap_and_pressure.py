@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 
 from legroom.messages import joined, say
-from legroom.probe.filesystems_and_cgroups import UNIFIED, Group, Version, cgroup
+from legroom.probe.filesystems_and_cgroups import UNIFIED, Cgroup, Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.machine import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
 
@@ -56,7 +56,7 @@ def memory(host: Host, pid: str = "self") -> Memory:
     )
 
 
-def memory_in(host: Host, group: Group) -> Memory:
+def memory_in(host: Host, group: Cgroup) -> Memory:
     """RAM for processes in that cgroup: levels with a limit only, no counters; a third of ``memory``'s time."""
     info = host.table(_MEMINFO)
     total, available = amount(info.get("MemTotal")), amount(info.get("MemAvailable"))
@@ -76,7 +76,7 @@ def memory_in(host: Host, group: Group) -> Memory:
     )
 
 
-def _levels(host: Host, group: Group, *, limited: bool = False) -> list[CgroupLevel]:
+def _levels(host: Host, group: Cgroup, *, limited: bool = False) -> list[CgroupLevel]:
     """All levels, or those ``limited`` and the last, which may show a limit above it."""
     if group.version is None:
         return []
@@ -221,7 +221,7 @@ def _above_v1(host: Host, levels: list[CgroupLevel]) -> CgroupLevel | None:
     return CgroupLevel(f"{top.path}{_ABOVE}", limit, usage=top.usage, unreclaimable=top.unreclaimable)
 
 
-def _nonsense(host: Host, group: Group) -> list[str]:
+def _nonsense(host: Host, group: Cgroup) -> list[str]:
     """Limit files with invalid content: there, None does not mean "no limit"."""
     name = "memory.limit_in_bytes" if group.version == "v1" else "memory.max"
     texts = {file: host.text(file) for file in (f"{path}/{name}" for path in group.chain)}

@@ -11,7 +11,7 @@ import pytest
 from legroom.cache.download import PIECE
 from legroom.errors import NoRoom
 from legroom.integrations import ray_divide_download
-from legroom.integrations.ray_divide_download import Exchange, Member
+from legroom.integrations.ray_divide_download import Exchange, LoadingNode
 
 PIECES = range(96)
 
@@ -40,7 +40,7 @@ class Ray:
         self.waits = self.calls = 0
         self.actors = [Actor(f"node{number}") for number in range(count)]
         size = len(PIECES) * PIECE - 5
-        self.members = [Member(one.name, one.name, one, set(PIECES), size=size) for one in self.actors]
+        self.members = [LoadingNode(one.name, one.name, one, set(PIECES), size=size) for one in self.actors]
         self.most = 0  # pieces that were being read or on their way at one time
 
     def now(self) -> float:
@@ -111,7 +111,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return found
 
 
-def _is_idle(members: list[Member]) -> bool:
+def _is_idle(members: list[LoadingNode]) -> bool:
     return {(one.busy, one.reading) for one in members} == {(0, 0)}
 
 

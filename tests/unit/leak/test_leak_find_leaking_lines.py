@@ -13,7 +13,15 @@ from legroom.leak.find_leaking_lines import diagnose
 from legroom.leak.leak_report import leak_page, report_lines, report_object
 from legroom.leak.object_size import size_of
 from legroom.leak.process_counters import Counters
-from legroom.leak.record_files import SCHEMA, HolderRecord, ProcessRecord, RecordWriter, Sample, Window, read_directory
+from legroom.leak.record_files import (
+    SCHEMA,
+    CounterSample,
+    HolderRecord,
+    ProcessRecord,
+    RecordWriter,
+    TraceWindow,
+    read_directory,
+)
 from legroom.records.memory_growth import LeakReport
 
 KB, MB = 1 << 10, 1 << 20
@@ -23,7 +31,7 @@ SCRIPT = "history = []\nfor step in range(300):\n    history.append(step)\n"
 def _record(rate: float, *, pid: int = 7, blocks: float = 0.0, count: int = 60, **more: Any) -> ProcessRecord:
     """A process whose malloc grows by that many bytes per step."""
     samples = [
-        Sample(
+        CounterSample(
             step, step * 0.1, Counters(anonymous=int(300 * MB + rate * step), malloc=int(200 * MB + rate * step),
                                        malloc_system=int(210 * MB + rate * step), blocks=int(500_000 + blocks * step)),
             {"ram": 10 << 30},
@@ -135,11 +143,12 @@ def test_both_a_holder_and_the_rest_are_reported(script: str) -> None:
 
 def test_windows_of_tracemalloc_name_what_no_variable_keeps(script: str) -> None:
     windows = [
-        Window(steps, 0.1, [(script, 2, steps * 2, steps * 90 * KB, steps, steps * 45 * KB)]) for steps in (6, 12, 20)
+        TraceWindow(steps, 0.1, [(script, 2, steps * 2, steps * 90 * KB, steps, steps * 45 * KB)])
+        for steps in (6, 12, 20)
     ]
     (site,) = diagnose([_record(90 * KB, windows=windows)]).sites
     assert site.created is not None and site.created.line == 2 and site.certainty == "medium"
-    once = [windows[0], Window(12, 0.1, []), Window(20, 0.1, [])]
+    once = [windows[0], TraceWindow(12, 0.1, []), TraceWindow(20, 0.1, [])]
     assert diagnose([_record(90 * KB, windows=once)]).sites[0].kind == "native"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S, RETURN_S, Answer, Entry, Window
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S, RETURN_S, Answer, MadeBatch, Window
 
 LENGTH = 10
 
@@ -19,7 +19,7 @@ class Rig:
         for number in range(1, trainers + 1):
             self.window.join(number, patience, continuous)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: MadeBatch) -> None:
         assert not entry.holders
         self.dropped.append(entry.position)
 
@@ -28,7 +28,7 @@ class Rig:
             assert self.window.room()
             self.window.add(100, None)
 
-    def take(self, number: int, position: tuple[int, int]) -> Entry:
+    def take(self, number: int, position: tuple[int, int]) -> MadeBatch:
         assert self.window.want(number, position) is Answer.GRANT
         return self.window.granted(number)
 

@@ -18,7 +18,7 @@ from share_data import Noise, Trainers, reference
 from legroom.errors import UsageError
 from legroom.loader.dataloader.sharing import copy_batches_to_gpu
 from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
-from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches, OnHost
+from legroom.loader.dataloader.sharing.copy_batches_to_gpu import ClaimAnswer, GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
 
@@ -170,9 +170,9 @@ def test_tensors_are_private_and_keep_their_structure(tmp_path: Path) -> None:
     where = OnHost(1, host.data_ptr(), host.nbytes)
     memory, said = RingMemory("ring", 8192, 2), list[tuple[str, int]]()
 
-    def ask(serial: int, nbytes: int) -> Answer:
+    def ask(serial: int, nbytes: int) -> ClaimAnswer:
         assert (serial, nbytes) == (1, 4096)
-        return Answer(Claim.COPY if not said else Claim.READY, 1, memory, not said, lambda *one: said.append(one))
+        return ClaimAnswer(Claim.COPY if not said else Claim.READY, 1, memory, not said, lambda *one: said.append(one))
 
     for _ in range(2):
         moved = batches.moved(batch, where, ask)
@@ -191,7 +191,7 @@ def test_memory_that_is_gone_with_its_last_trainer_is_not_made_again(tmp_path: P
     gpu = share_gpu.FakeGpu(tmp_path / "copies")
     batches, said = GpuBatches(gpu, tmp_path), list[tuple[str, int]]()
     host = torch.arange(64)
-    answer = Answer(claim, 0, RingMemory("ring", 4096, 2), False, lambda *one: said.append(one))
+    answer = ClaimAnswer(claim, 0, RingMemory("ring", 4096, 2), False, lambda *one: said.append(one))
     moved = batches.moved([host], OnHost(5, host.data_ptr(), host.nbytes), lambda *_: answer)
     assert torch.equal(moved[0], host) and said == [(told, 5)] and not gpu.api.maps and not gpu.api.handles
     assert batches.why_own is None and copies(tmp_path)["upload"] == 0
@@ -202,7 +202,7 @@ def test_a_full_gpu_is_no_error(tmp_path: Path) -> None:
     gpu.free = 1 << 30
     batches, said = GpuBatches(gpu, tmp_path), list[tuple[str, int]]()
     host = torch.arange(64)
-    answer = Answer(Claim.COPY, 0, RingMemory("ring", 4096, 2), True, lambda *one: said.append(one))
+    answer = ClaimAnswer(Claim.COPY, 0, RingMemory("ring", 4096, 2), True, lambda *one: said.append(one))
     moved = batches.moved([host], OnHost(5, host.data_ptr(), host.nbytes), lambda *_: answer)
     assert torch.equal(moved[0], host) and moved[0].data_ptr() != host.data_ptr()
     assert said == [("no-ring", 5)] and "of GPU memory" in batches.why and not gpu.api.maps

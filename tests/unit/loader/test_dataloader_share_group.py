@@ -24,7 +24,7 @@ from share_data import Noise, Trainers, reference
 from legroom.errors import BudgetTooSmall, ShareMismatch
 from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing import producer_client
-from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Entry, Window
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import MadeBatch, Window
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.map_slots_in_trainer import PrivateSlots
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
@@ -414,7 +414,7 @@ def test_a_trainer_forgets_slots_that_no_batch_can_use() -> None:
     def send(slot: Slot) -> None:
         made = Made(end=True)
         made.end, made.slot, made.body = False, SimpleNamespace(slot=slot), b"body"
-        assert producer._send_batch(1, Entry((0, 0), 0, made, 7))
+        assert producer._send_batch(1, MadeBatch((0, 0), 0, made, 7))
 
     first, second = (Slot.make(1 << 12, 1) for _ in range(2))
     gone = first.id

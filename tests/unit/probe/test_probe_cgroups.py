@@ -9,7 +9,7 @@ from fake_host import NAMES, TREES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.filesystems_and_cgroups import UNIFIED, Group, cgroup
+from legroom.probe.filesystems_and_cgroups import UNIFIED, Cgroup, cgroup
 from legroom.probe.host_files_and_syscalls import Host
 
 TOP = "/sys/fs/cgroup"
@@ -49,7 +49,7 @@ def test_memory_group_of_every_tree(name: str) -> None:
 
 def test_no_cgroup_at_all_has_a_reason() -> None:
     group = cgroup(tree("no-cgroup"), "memory")
-    assert group == Group(None, (), None, "/proc/self/cgroup does not exist")
+    assert group == Cgroup(None, (), None, "/proc/self/cgroup does not exist")
 
 
 def test_controllers_of_v1_may_live_in_different_groups() -> None:
@@ -75,7 +75,7 @@ def test_another_process_s_group() -> None:
     assert gone.version is None and gone.reason == "/proc/31337/cgroup does not exist"
 
 
-def _v2(path: str, mounts: str, *directories: str) -> Group:
+def _v2(path: str, mounts: str, *directories: str) -> Cgroup:
     files = {f"{directory}/cgroup.procs": "" for directory in directories}
     host = FakeHost(files={"/proc/self/cgroup": f"0::{path}\n", "/proc/self/mountinfo": mounts, **files})
     return cgroup(host, "memory")

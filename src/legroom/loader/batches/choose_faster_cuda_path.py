@@ -43,14 +43,14 @@ _PHASES_AGAIN = 4  # of a later loop over the same rows
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PathChoice:
     """A path, and why it was chosen."""
 
     path: str
     why: str
 
 
-_chosen: dict[tuple[Any, ...], Choice] = {}  # by device, batch size and row sizes
+_chosen: dict[tuple[Any, ...], PathChoice] = {}  # by device, batch size and row sizes
 
 
 def open_registered(
@@ -100,8 +100,8 @@ class PathTrial:
         driver: Driver,
         openers: Sequence[Opener],
         registered: RegisteredColumns,
-        on_choice: Callable[[Choice], None],
-        before: Choice | None = None,
+        on_choice: Callable[[PathChoice], None],
+        before: PathChoice | None = None,
     ) -> None:
         self._driver, self._on_choice, self._before = driver, on_choice, before
         self._gatherers: list[CudaGatherer] = []
@@ -194,7 +194,7 @@ class PathTrial:
         else:
             self._before, self._handed, self._phases = None, 0, []
 
-    def _keep(self, choice: Choice) -> None:
+    def _keep(self, choice: PathChoice) -> None:
         self._why = choice.why
         self._kept = next(gatherer for gatherer in self._gatherers if gatherer.path == choice.path)
         for gatherer in self._gatherers:
@@ -203,7 +203,7 @@ class PathTrial:
         self._on_choice(choice)
 
 
-def choose(seconds: Mapping[str, list[float]]) -> Choice:
+def choose(seconds: Mapping[str, list[float]]) -> PathChoice:
     """The path with the shortest steps, and why; the copy engines where the difference is small.
 
     ``seconds`` has the mean time per batch of each phase, by path.
@@ -218,4 +218,4 @@ def choose(seconds: Mapping[str, list[float]]) -> Choice:
         if other != path
     ]
     why = say("compared in this loop: {step:.2f} ms per batch, {rest}", step=1e3 * steps[path], rest=listed(rest))
-    return Choice(path, why)
+    return PathChoice(path, why)

@@ -51,7 +51,7 @@ class Answer(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class GroupMember:
     """What the producer knows of a trainer."""
 
     patience: float  # seconds that it may hold the others up
@@ -72,7 +72,7 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class MadeBatch:
     """A batch that is made."""
 
     position: Position
@@ -85,11 +85,11 @@ class Entry:
 class Window:
     """The batches that are made, and the trainers that want them."""
 
-    def __init__(self, start: Position, length: Callable[[int], int], drop: Callable[[Entry], None]) -> None:
+    def __init__(self, start: Position, length: Callable[[int], int], drop: Callable[[MadeBatch], None]) -> None:
         self.head = start  # the next batch to be made
-        self.entries: dict[Position, Entry] = {}  # in the order of the sequence
-        self.aside: dict[int, Entry] = {}  # that no trainer needs, but some hold
-        self.members: dict[int, Member] = {}
+        self.entries: dict[Position, MadeBatch] = {}  # in the order of the sequence
+        self.aside: dict[int, MadeBatch] = {}  # that no trainer needs, but some hold
+        self.members: dict[int, GroupMember] = {}
         self.most, self.most_bytes = 2, None  # type: int, int | None
         self.interval: float | None = None  # seconds between two batches, when they are made without a pause
         self.in_production = 0  # batches that the workers are making
@@ -101,7 +101,7 @@ class Window:
 
     def join(self, number: int, patience: float, continuous: bool = False, new: bool = False) -> None:
         """A trainer has come."""
-        self.members[number] = Member(patience, continuous, new)
+        self.members[number] = GroupMember(patience, continuous, new)
 
     def leave(self, number: int) -> None:
         """A trainer is gone, and holds nothing any more."""
@@ -138,7 +138,7 @@ class Window:
         self.trim()
         return Answer.MISS
 
-    def granted(self, number: int) -> Entry:
+    def granted(self, number: int) -> MadeBatch:
         """The batch that a trainer gets by GRANT; it holds it from now on."""
         member = self.members[number]
         assert member.cursor is not None
@@ -149,7 +149,7 @@ class Window:
         self.trim()
         return entry
 
-    def release(self, number: int, serial: int) -> Entry | None:
+    def release(self, number: int, serial: int) -> MadeBatch | None:
         """A trainer uses a batch no more."""
         entry = self.aside.get(serial) or next((one for one in self.entries.values() if one.serial == serial), None)
         if entry is not None:
@@ -169,10 +169,10 @@ class Window:
         used = sum(entry.nbytes for entry in self.entries.values())
         return len(self.entries) < self.most and (self.most_bytes is None or used + largest <= self.most_bytes)
 
-    def add(self, nbytes: int, content: Any) -> Entry:
+    def add(self, nbytes: int, content: Any) -> MadeBatch:
         """The batch at ``head`` is made."""
         self._serial += 1
-        entry = self.entries[self.head] = Entry(self.head, nbytes, content, self._serial)
+        entry = self.entries[self.head] = MadeBatch(self.head, nbytes, content, self._serial)
         self.begun = True
         self.head = self._after(self.head)
         self.trim()
@@ -200,7 +200,7 @@ class Window:
                 del self.aside[serial]
                 self._drop(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: MadeBatch) -> None:
         del self.entries[entry.position]
         if entry.holders:
             self.aside[entry.serial] = entry
@@ -225,7 +225,7 @@ class Window:
         if blocking:
             self.trim()
 
-    def _follow(self, member: Member, seconds: float) -> None:
+    def _follow(self, member: GroupMember, seconds: float) -> None:
         """Count the time that a trainer is out, and note where it was."""
         if member.inside or member.fresh or member.cursor is None:
             member.out, member.gap = 0.0, None
@@ -234,7 +234,7 @@ class Window:
         else:
             member.out += seconds
 
-    def _keeps_pace(self, member: Member) -> bool:
+    def _keeps_pace(self, member: GroupMember) -> bool:
         """Whether a trainer that has been out for a while has not fallen back since."""
         if member.gap is None or member.out < member.return_after or member.cursor is None or member.left_at is None:
             return False
@@ -252,7 +252,7 @@ class Window:
         ahead = self._distance(self.head, position)
         return None if ahead is None else -ahead
 
-    def _blocking(self) -> list[Member]:
+    def _blocking(self) -> list[GroupMember]:
         """The trainers for which the oldest batch is kept, if the window is full and others wait for a new one.
 
         One that asks for that batch is about to get it, unless it does not read.

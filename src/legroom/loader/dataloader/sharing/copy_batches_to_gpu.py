@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _LEFT = 10  # of the GPU's memory, this part stays free
 
 
-class Gpu(Protocol):
+class RingGpu(Protocol):
     """One GPU; tests have one in RAM."""
 
     name: str
@@ -77,7 +77,7 @@ class OnHost(NamedTuple):
     nbytes: int
 
 
-class Answer(NamedTuple):
+class ClaimAnswer(NamedTuple):
     """What the producer answered to a claim."""
 
     claim: Claim
@@ -87,7 +87,9 @@ class Answer(NamedTuple):
     tell: Callable[[str, int], None]  # tells the producer what was done with the batch
 
 
-Ask = Callable[[int, int], Answer | None]  # claims a batch of so many bytes; None: this trainer copies it for itself
+Ask = Callable[
+    [int, int], ClaimAnswer | None
+]  # claims a batch of so many bytes; None: this trainer copies it for itself
 
 
 class _Gone(Exception):
@@ -97,13 +99,13 @@ class _Gone(Exception):
 class GpuBatches:
     """The batches of one trainer on its GPU."""
 
-    def __init__(self, gpu: Gpu, store: Path) -> None:
+    def __init__(self, gpu: RingGpu, store: Path) -> None:
         self.gpu, self.uuid = gpu, ""
         self.pid = os.getpid()
         self._store = store
         self._ring: SharedCopy | None = None
         self._memory: RingMemory | None = None
-        self._reading: list[tuple[Any, int, Answer]] = []
+        self._reading: list[tuple[Any, int, ClaimAnswer]] = []
         self.why_own = gpu.why_no_ring()  # why this trainer uses no ring
         if self.why_own is None:
             gpu.api.enter()
@@ -135,7 +137,7 @@ class GpuBatches:
             if base is not None and where is not None:
                 self._reading.append((self.gpu.mark(), where.serial, base[1]))
 
-    def _leaf(self, one: Any, where: OnHost | None, base: tuple[int, Answer] | None) -> Any:
+    def _leaf(self, one: Any, where: OnHost | None, base: tuple[int, ClaimAnswer] | None) -> Any:
         import torch
 
         if base is not None and where is not None and _in_slot(one, where):
@@ -144,7 +146,7 @@ class GpuBatches:
             return self.gpu.own(one)
         return None
 
-    def _in_ring(self, where: OnHost, ask: Ask) -> tuple[int, Answer] | None:
+    def _in_ring(self, where: OnHost, ask: Ask) -> tuple[int, ClaimAnswer] | None:
         """The GPU address of a batch in the ring, copied there if this trainer is the first; None: not in the ring."""
         answer = ask(where.serial, where.nbytes)
         if answer is None:
@@ -164,7 +166,7 @@ class GpuBatches:
             self.close()
             return None
 
-    def _map(self, answer: Answer, serial: int) -> int:
+    def _map(self, answer: ClaimAnswer, serial: int) -> int:
         memory = answer.memory
         if self._ring is None or self._memory != memory:
             self.close()
@@ -246,7 +248,7 @@ def _bytes_at(address: int, nbytes: int) -> np.ndarray[Any, Any]:
     return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
 
 
-def gpu_of(device: object) -> Gpu:
+def gpu_of(device: object) -> RingGpu:
     """The GPU of the argument ``device``: "cuda", "cuda:1", 1 or a torch.device."""
     import torch
 

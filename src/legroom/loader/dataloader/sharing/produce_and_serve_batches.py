@@ -31,7 +31,7 @@ from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
 from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import GpuRings
-from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, Entry, Window
+from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, MadeBatch, Window
 from legroom.loader.dataloader.sharing.group_folder import LOCK, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Endless, Orders, Position, SeededDataset
@@ -408,7 +408,7 @@ class Producer:
         else:
             self._send(number, "miss", position)
 
-    def _send_batch(self, number: int, entry: Entry) -> bool:
+    def _send_batch(self, number: int, entry: MadeBatch) -> bool:
         made: Made = entry.content
         if made.error is not None:
             return self._send(number, "error", entry.position, made.error, False, entry.serial)

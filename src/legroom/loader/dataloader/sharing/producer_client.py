@@ -26,7 +26,7 @@ from legroom.errors import ShareMismatch, Unpicklable
 from legroom.loader.dataloader.collate import arena_unavailable
 from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S
-from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches
+from legroom.loader.dataloader.sharing.copy_batches_to_gpu import ClaimAnswer, GpuBatches
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
 from legroom.loader.dataloader.sharing.group_settings import check_same, group_key
 from legroom.loader.dataloader.sharing.map_slots_in_trainer import PrivateSlots
@@ -401,7 +401,7 @@ class Group:
                 body = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
         return "batch", position, serial, None if slot_id is None else self.slots.find(slot_id), body
 
-    def claim(self, serial: int, nbytes: int) -> Answer | None:
+    def claim(self, serial: int, nbytes: int) -> ClaimAnswer | None:
         """How a batch that was taken comes to the GPU; None: this trainer copies it from the host for itself."""
         if self.connection is None or self.slots is None:
             return None
@@ -420,7 +420,7 @@ class Group:
                 elif Claim(answer[2]) is Claim.OWN:
                     return None
                 elif Claim(answer[2]) is not Claim.BUSY:
-                    return Answer(Claim(answer[2]), answer[3], RingMemory(*answer[4]), answer[5], self.slots.tell)
+                    return ClaimAnswer(Claim(answer[2]), answer[3], RingMemory(*answer[4]), answer[5], self.slots.tell)
             self.slots.tell("read", serial)  # one that copies it is stopped: do without
         except Closed:
             self._lost()
