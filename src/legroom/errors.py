@@ -16,7 +16,7 @@
     │   ├── MissingPackage             missing-package
     │   ├── Unpicklable                unpicklable
     │   ├── BadArgument                bad-argument
-    │   │   └── BadArgumentType        bad-argument-type
+    │   ├── BadArgumentType            bad-argument-type
     │   ├── BadLimit                   bad-limit
     │   ├── ShareMismatch              share-mismatch
     │   └── ShareUnsupported           share-unsupported
@@ -215,7 +215,7 @@ class BadArgument(UsageError, ValueError):
     code = "bad-argument"
 
 
-class BadArgumentType(BadArgument, TypeError):
+class BadArgumentType(UsageError, TypeError):
     """An argument of a wrong type; a TypeError, as in torch."""
 
     code = "bad-argument-type"

@@ -114,8 +114,8 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
-def explain_argument(problem: ValueError | TypeError, given: Mapping[str, Any]) -> BadArgument | None:
-    """torch's error as BadArgument, which is a ValueError or TypeError too; None if there is nothing to add.
+def explain_argument(problem: ValueError | TypeError, given: Mapping[str, Any]) -> BadArgument | BadArgumentType | None:
+    """torch's error as BadArgument, a ValueError, or BadArgumentType, a TypeError; None if there is nothing to add.
 
     torch's own sentence stays the first, because people search for it.
     """
