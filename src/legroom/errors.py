@@ -16,6 +16,7 @@
     │   ├── MissingPackage             missing-package
     │   ├── Unpicklable                unpicklable
     │   ├── BadArgument                bad-argument
+    │   ├── BadArgumentType            bad-argument-type
     │   ├── BadLimit                   bad-limit
     │   ├── ShareMismatch              share-mismatch
     │   └── ShareUnsupported           share-unsupported
@@ -92,7 +93,11 @@ class LegroomError(Exception):
         self.fix = tuple(fix)
 
     def __str__(self) -> str:
-        lines = [f"{self.what} [{self.code}]"]
+        code = f"[{self.code}]"
+        # torch makes the error of a worker again from the text of its traceback, which has all of this.
+        if "\n" in self.what and code in self.what and not self.why:
+            return self.what.rstrip("\n")
+        lines = [f"{self.what} {code}"]
         if self.why:
             lines.append(_hung(say("  why: "), self.why))
         lines.extend(_hung(step_label(step), step) for step in self.fix)
@@ -208,6 +213,12 @@ class BadArgument(UsageError, ValueError):
     """An invalid argument or combination of arguments; a ValueError, as in torch."""
 
     code = "bad-argument"
+
+
+class BadArgumentType(UsageError, TypeError):
+    """An argument of a wrong type; a TypeError, as in torch."""
+
+    code = "bad-argument-type"
 
 
 class BadLimit(UsageError, ValueError):

@@ -39,7 +39,7 @@ from legroom.probe.snapshot import snapshot
 from legroom.records.finding_and_alarm import Finding
 from legroom.records.machine import Machine, Pool
 from legroom.records.workload import LoaderTrial, Measured, Need, Plan, Term
-from legroom.system.argument_checks import check_integer
+from legroom.system.argument_checks import check_arguments, check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import malloc_trim
 from legroom.units import format_size, parse_size
@@ -47,6 +47,9 @@ from legroom.units import format_size, parse_size
 _TIMEOUT = 60.0
 _LEAST_S = 1.0  # for the trial run, however long the measurement took
 _TRIAL_S = 8.0  # for the batches of a trial run, beyond the few that it needs
+
+# These have checks of their own: sizes, and what `Demand` checks.
+_CHECKED = ("sample_bytes", "per_process", "process_ram", "checkpoint_bytes", "optimizer", "dtype")
 
 
 def check(
@@ -112,6 +115,9 @@ def check(
         host: The machine to read; None is this one.
         leaving: This process exits before the training run starts, so its memory counts as free.
     """
+    check_arguments(check, locals(), _CHECKED)
+    batch_size = check_integer("batch_size", batch_size, 1)
+    timeout = check_seconds("timeout", timeout)
     host = host or Host()
     checkpoint = parse_size(checkpoint_bytes)
     if checkpoint and checkpoint_dir is None:

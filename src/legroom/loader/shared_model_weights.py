@@ -32,6 +32,7 @@ from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import lazy_import, require
 from legroom.units import format_size
 
@@ -76,7 +77,8 @@ class Weights(Mapping[str, "torch.Tensor"]):
 
     def __repr__(self) -> str:
         size = format_size(sum(tensor.nbytes for tensor in self._tensors.values()))
-        return f"<legroom.weights: {len(self._tensors)} tensors, {size}>"
+        count = len(self._tensors)
+        return f"<legroom.weights: {count} {'tensor' if count == 1 else 'tensors'}, {size}>"
 
     def close(self) -> None:
         """Release everything. Tensors in shared GPU memory become invalid."""
@@ -112,6 +114,7 @@ def weights(
         keys: The tensors to take, by name or group; None takes all.
         dtype: Convert floating-point tensors to this type. On the host this makes a copy of this process's own.
     """
+    check_arguments(weights, locals(), ("keys",))
     torch = require("torch", "torch", "legroom.weights")
     if shared and device is None:
         raise UsageError(

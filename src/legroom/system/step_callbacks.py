@@ -19,8 +19,17 @@ def step(count: int = 1) -> None:
     Args:
         count: How many steps were made since the last call.
     """
-    for listener in listeners:
-        listener("script", count)
+    if listeners:
+        if type(count) is not int:
+            count = _checked(count)
+        for listener in listeners:
+            listener("script", count)
+
+
+def _checked(count: object) -> int:
+    from legroom.system.argument_checks import check_integer  # rare: a script may only count its steps
+
+    return check_integer("count", count, 0)
 
 
 def batch_taken() -> None:

@@ -14,7 +14,7 @@ from legroom.loader.measure.dataloader_throughput import measure_transport
 from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.measure.load_timed_samples import Clock, Contents, DrawnSamples, contents_of, draw_samples
 from legroom.loader.measure_process_memory import free_bytes, idle_worker, private_bytes, start_method
-from legroom.messages import phrase, say
+from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind
 from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer
@@ -152,7 +152,8 @@ def _timed(collate_fn: Callable[[Any], Any], members: list[Any], times: int) -> 
             if time.monotonic() > deadline:
                 break
     except Exception as problem:  # any exception of the user's code
-        raise _failed(say("collating {count} samples failed", count=len(members)), problem) from problem
+        samples = counted(len(members), phrase("{count} sample"), phrase("{count} samples"))
+        raise _failed(say("collating {samples} failed", samples=samples), problem) from problem
     return batch, best
 
 

@@ -33,7 +33,7 @@ from legroom.records.loader_settings_and_flags import (
 from legroom.records.machine import Machine
 from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Measured
-from legroom.system.argument_checks import check_integer, check_seconds
+from legroom.system.argument_checks import check_arguments, check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import require
 
 log = logging.getLogger("legroom")
@@ -77,6 +77,8 @@ def tune(
         machine: The machine to fit into; None: this one.
         **overrides: Settings by name that are fixed; those in ``LEGROOM_SETTINGS`` take precedence.
     """
+    check_arguments(tune, locals(), ("step_seconds", "preset"))
+    _check_step(step_seconds, step)
     dataset, collate_fn = _opened(dataset, collate_fn)
     fixed = read_settings(overrides).changed(from_environment(os.environ)).given()
     world = rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
@@ -137,17 +139,20 @@ def _step(
     seconds: float | None,
     step: Callable[[Any], Any] | None,
 ) -> Step:
+    if step is not None:
+        return time_step(dataset, collate_fn, batch_size, step)
+    return Step() if seconds is None else Step(seconds)
+
+
+def _check_step(seconds: float | None, step: Callable[[Any], Any] | None) -> None:
     if seconds is not None and step is not None:
         raise UsageError(
             say("pass either step_seconds or step, not both"),
             why=say("step_seconds is the time of a step, step is called to measure it"),
             fix=(say("pass one of them"),),
         )
-    if step is not None:
-        return time_step(dataset, collate_fn, batch_size, step)
-    if seconds is None:
-        return Step()
-    return Step(check_seconds("step_seconds", seconds))
+    if seconds is not None:
+        check_seconds("step_seconds", seconds)
 
 
 def _climbed(
