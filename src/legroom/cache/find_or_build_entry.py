@@ -194,7 +194,8 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
         if isinstance(one, ObjectUrl):
             found.append(one)
             continue
-        check_path(say("the path"), one)
+        if one in ("", b""):
+            check_path(say("the path"), one)
         text = os.fsdecode(one)
         if "\0" in text:
             content = isinstance(one, bytes)

@@ -22,7 +22,8 @@ def snapshot(host: Host | None = None, *, pid: str | int = "self") -> Machine:
         host: Where to read; None is this machine, ``Host(root="/host")`` one that is mounted there or recorded.
         pid: The process whose cgroup limits RAM and CPU.
     """
-    check_arguments(snapshot, locals())
+    if host is not None or pid != "self":
+        check_arguments(snapshot, locals())
     host, pid = host or Host(), str(pid)
     counters = read_swap_counters(host)  # first: the other probes' time is the interval for the swap rates
     all_processes = processes(host)

@@ -158,7 +158,7 @@ def _kinds(annotation: Any, names: Mapping[str, Any]) -> Iterator[_Kind]:
         if name in _KINDS:
             yield _KINDS[name]
         elif isinstance(kind, type):
-            yield _Kind(phrase("an object of type {name}"), lambda value: isinstance(value, kind), name)
+            yield _Kind(_OBJECT, lambda value: isinstance(value, kind), name)
         else:
             yield _ANYTHING
 
@@ -177,7 +177,7 @@ def _parts(annotation: str) -> Iterator[str]:
 def _choice(values: Iterable[str]) -> _Kind:
     choices = tuple(values)
     one = len(choices) == 1
-    words, name = ("{name}", repr(choices[0])) if one else (phrase("one of {name}"), listed(choices))
+    words, name = ("{name}", repr(choices[0])) if one else (_ONE_OF, ", ".join(choices))
     return _Kind(words, lambda value: isinstance(value, str) and value in choices, name)
 
 
@@ -198,6 +198,7 @@ def _is_flag(value: object) -> bool:
 
 
 _ANYTHING = _Kind("", lambda value: True)
+_OBJECT, _ONE_OF = phrase("an object of type {name}"), phrase("one of {name}")
 _LIST = _Kind(phrase("a list"), lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes)))
 _KINDS = {
     "None": _Kind("None", lambda value: value is None),
