@@ -66,7 +66,7 @@ see records/findings.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from legroom.messages import say, step_indent, step_label
@@ -358,6 +358,8 @@ class DatasetOutOfMemory(DatasetFailed):
     code = "dataset-out-of-memory"
     pool: str = "ram"
     taken: int = 0  # bytes
+    found: bool = False  # the dataset could be imported
+    loader: Mapping[str, object] | None = None  # settings of the DataLoader that it was given as
 
 
 class StoreError(LegroomError):
