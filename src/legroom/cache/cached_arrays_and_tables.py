@@ -106,14 +106,11 @@ class CachedData(Mapping[str, Any]):
 
     def rows_of(self, name: str) -> Any:
         """As ``[]``, for reading row by row: columns of a table are not joined, and may be of any type."""
-        if not isinstance(name, str):
-            return self[name]  # raises
         contents = self._open()
-        found = None if name in contents.ragged or name in contents.arrays else self._column(name)
-        if found is None or name in self._tables:
+        column = isinstance(name, str) and name not in contents.ragged and name not in contents.arrays
+        if (found := self._column(name) if column else None) is None or name in self._tables:
             return self[name]
-        table, column = found
-        return table.rows(column)
+        return found[0].rows(found[1])
 
     def __contains__(self, name: object) -> bool:
         contents = self._open()
@@ -578,9 +575,7 @@ class Ragged(Sequence[Any]):
         return _ragged, (self.offsets, self.values, self.text, self.shape, self.name)
 
     def __repr__(self) -> str:
-        one = len(self) == 1
-        kind = ("text" if one else "texts") if self.text else f"{'row' if one else 'rows'} of {self.values.dtype}"
-        return f"<Ragged: {len(self)} {kind}>"
+        return f"<Ragged: {len(self)} × {'text' if self.text else self.values.dtype}>"
 
 
 def _slices(edges: NDArray) -> Iterator[slice]:

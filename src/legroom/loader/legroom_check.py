@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -19,7 +18,6 @@ from legroom.advice.findings_copy_on_write import copied_attributes, finding_of_
 from legroom.advice.fit_on_machine import fit, fits, judged, largest_batch, largest_settings
 from legroom.advice.job_settings_to_workload import Batch, Demand, batch_of, data_rows
 from legroom.advice.memory_need_of_loaders_and_processes import (
-    SPARE,
     calibrated,
     collected,
     may_grow,
@@ -29,10 +27,11 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     without_overlap,
 )
 from legroom.errors import DatasetOutOfMemory, UsageError
-from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, name_of, open_loader
+from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
 from legroom.loader.measure.memory_guard_script import RESERVE
-from legroom.loader.measure_process_memory import bare_process, idle_worker, private_bytes
+from legroom.loader.measure_process_memory import private_bytes, with_bare_processes
 from legroom.loader.measure_process_memory import start_method as default_start_method
+from legroom.loader.settings_of_checked_dataloader import ANY_LOADER, settings_to_check, taken_from_dataloader
 from legroom.messages import counted, phrase, say
 from legroom.probe.filesystems_and_cgroups import disk_at
 from legroom.probe.host_files_and_syscalls import Host
@@ -120,7 +119,6 @@ def check(
         leaving: This process exits before the training run starts, so its memory counts as free.
     """
     check_arguments(check, locals(), _CHECKED)
-    batch_size = check_integer("batch_size", batch_size, 1)
     timeout = check_seconds("timeout", timeout)
     host = host or Host()
     checkpoint = parse_size(checkpoint_bytes)
@@ -138,7 +136,7 @@ def check(
 
     def demanded(own: Mapping[str, Any] | None) -> Demand:
         """The job, with the settings of that DataLoader where none are given."""
-        chosen = settings_of(given, own, val_workers)
+        chosen = settings_to_check(given, own, val_workers)
         return Demand(
             num_workers=chosen["num_workers"], prefetch_factor=chosen["prefetch_factor"],
             persistent_workers=chosen["persistent_workers"], pin_memory=chosen["pin_memory"],
@@ -155,7 +153,7 @@ def check(
     opened = FoundDataset(dataset, None) if isinstance(dataset, str) else open_loader(dataset)
     own: Mapping[str, Any] | None = opened.settings
     known = not isinstance(dataset, str)
-    demand = demanded(own if known else _ANY_LOADER)
+    demand = demanded(own if known else ANY_LOADER)
     deadline = time.monotonic() + timeout
     measured: Measured | None = None
     trial: LoaderTrial | None = None
@@ -200,7 +198,7 @@ def check(
         verdict, batch = _judged_by_trial(demand, batch, trial, machine, _seconds(measured, batch))
     fitting = None if trial is None else verdict.verdict == "fits"
     known = dataset is None or measured is not None  # whether the need of other settings is known
-    taken, replaced = taken_from(given, own, demand)
+    taken, replaced = taken_from_dataloader(given, own, demand)
     return replace(
         verdict,
         fix=(*_suggest_legroom_loader(demand, batch, machine, verdict), *verdict.fix),
@@ -215,54 +213,6 @@ def check(
 
 
 _COUNTS = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
-# The settings of a DataLoader that are not functions or samplers, with torch's defaults.
-_DEFAULTS = {
-    "num_workers": 0, "prefetch_factor": 2, "persistent_workers": False, "pin_memory": False, "loader": "torch",
-    "start_method": None,
-}  # fmt: skip
-_OF_WORKERS = ("prefetch_factor", "persistent_workers", "start_method")
-_ANY_LOADER = {**_DEFAULTS, "num_workers": 1}  # with workers, for which any setting may be given
-
-
-def settings_of(given: Mapping[str, Any], own: Mapping[str, Any] | None, val_workers: int | None) -> dict[str, Any]:
-    """The settings to check: those that are given, else those of the DataLoader, else torch's defaults."""
-    found = {}
-    for name, default in _DEFAULTS.items():
-        value = given[name] if given[name] is not None else (own or {}).get(name)
-        found[name] = default if value is None else value
-    if found["num_workers"]:
-        return found
-    if not val_workers:
-        for name in ("prefetch_factor", "persistent_workers"):
-            if given[name]:
-                raise UsageError(
-                    say("{name}= needs num_workers=1 or more", name=name),
-                    why=say("torch refuses to make such a DataLoader"),
-                    fix=(say("leave {name}= out", name=name),),
-                )
-    # Those of the DataLoader are of the workers that it would have had.
-    return {**found, **{name: given[name] or _DEFAULTS[name] for name in _OF_WORKERS}}
-
-
-def taken_from(
-    given: Mapping[str, Any], own: Mapping[str, Any] | None, demand: Demand
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was taken from the DataLoader, and what it has that was given otherwise."""
-    if own is None:
-        return {}, {}
-    shown = {name: value for name, value in own.items() if name in ("batch_size", "num_workers") or value}
-    if own["loader"] == "torch":
-        del shown["loader"]
-    if not demand.num_workers:
-        for name in (*_OF_WORKERS, "worker_init_fn"):
-            shown.pop(name, None)
-    if given["batch_size"] not in (None, own["batch_size"]) and (sampler := shown.pop("batch_sampler", None)):
-        shown["batch_size"] = f"batch_sampler={sampler}"  # which is not used
-    replaced = {
-        name: (name_of(given[name]), value) for name, value in shown.items()
-        if given.get(name) is not None and name_of(given[name]) != value
-    }  # fmt: skip
-    return {name: value for name, value in shown.items() if given.get(name) is None}, replaced
 
 
 def _largest_batch(demand: Demand, batch: Batch, machine: Machine, verdict: Plan) -> int | None:
@@ -626,30 +576,3 @@ def _notes(
     if measured is not None and measured.unsendable and demand.num_workers:
         notes.append(say("a worker cannot send a batch: {why}", why=measured.unsendable))
     return tuple(notes)
-
-
-def with_bare_processes(demand: Demand, timeout: float) -> Demand:
-    """The demand with the measured memory of processes that have only imported torch; unchanged if that fails.
-
-    A dataset or a model adds to them: ``--dataset`` measures the first, ``--process-ram`` gives the second.
-    """
-    method = demand.multiprocessing_context or default_start_method()
-    if "torch" in sys.modules:  # this process is the training process, and counted as used already
-        worker = idle_worker() if method == "fork" else bare_process(timeout).worker(method)
-        source = say("measured: a worker of this process, started by {method}", method=method)
-        return demand if worker is None else replace(demand, worker_ram=worker, worker_ram_source=source)
-    found = bare_process(timeout)
-    worker = found.worker(method)
-    if worker is not None:
-        source = say("measured: a worker started by {method}, of a process that only imported torch", method=method)
-        demand = replace(demand, worker_ram=worker, worker_ram_source=source)
-    if demand.process_ram is not None or found.process is None:
-        return demand
-    process, source = found.process, say("measured: a process that only imported torch")
-    if found.stopped:  # it needs more than was free, by an unknown amount
-        process += SPARE
-        source = say(
-            "measured: a process that imports torch was stopped at {taken}; {spare} must stay free",
-            taken=format_size(found.process), spare=format_size(SPARE),
-        )  # fmt: skip
-    return replace(demand, process_ram=process, process_ram_source=source)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from legroom.system.lazy_and_optional_imports import import_lock
+
 Listener = Callable[[str, int], None]  # source of the step, how many
 listeners: list[Listener] = []
 
@@ -27,7 +29,8 @@ def step(count: int = 1) -> None:
 
 
 def _checked(count: object) -> int:
-    from legroom.system.argument_checks import check_integer  # rare: a script may only count its steps
+    with import_lock:
+        from legroom.system.argument_checks import check_integer  # rare: a script may only count its steps
 
     return check_integer("count", count, 0)
 
