@@ -311,9 +311,13 @@ class TransferDamaged(SourceError):
 
 
 class UnknownFormat(SourceError):
-    """The file's format is not supported."""
+    """The file's format is not supported; ``converts`` if the advice is to convert it to any format that is."""
 
     code = "unknown-format"
+
+    def __init__(self, what: str, *, why: str = "", fix: Sequence[str] = (), converts: bool = False) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.converts = converts
 
 
 class FormatPluginFailed(SourceError):

@@ -35,6 +35,7 @@ ALLOWED = {
     "formats/base_reader.py: \x00 of \x00 is a": "misuse of a reader, by a developer",
     "formats/base_reader.py: cannot read \x00 into": "misuse of a reader, by a developer",
     "formats/plugin_formats.py": "what the developer of a package did wrong",
+    "formats/unsupported_file_types.py: import numpy, scipy": "Python code, the same in every language",
     "testing.py": "for developers of readers",
     "formats/hdf5_open.py: unable to lock file": "HDF5's words",
     "formats/hdf5_open.py: flag values don't match": "HDF5's words",
