@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from legroom.messages import cells, counted, cut, fill, listed, phrase, say
+from legroom.messages import cells, counted, cut, fill, listed, phrase, right, say
 from legroom.monitor.history_and_trend import History
 from legroom.records.finding_and_alarm import heading
 from legroom.records.machine import Pool
 from legroom.records.watch_sample import GpuCopyRow, GroupRow, Moment, ProcessRow, Sample, TrainerRow
-from legroom.units import format_duration, format_size
+from legroom.units import format_duration, format_size, size_or_unknown
 
 
 class _Detail(NamedTuple):
@@ -115,7 +115,7 @@ class TextOutput:
         self._listed = clock
         columns = self._columns()
         for row in largest:
-            line = f"    {format_size(_host(row)):>9}  {row.pid:>7}  {row.command}"
+            line = f"    {right(size_or_unknown(row.host), 9)}  {row.pid:>7}  {row.command}"
             self._write_line(line if columns is None else cut(line, columns))
 
     def _list_groups(self, sample: Sample) -> None:
@@ -231,7 +231,7 @@ def _line(sample: Sample, detail: _Detail) -> str:
                 processes=counted(count, phrase("{count} process"), phrase("{count} processes")),
                 pid=largest.pid,
                 command=cut(largest.command, detail.command),
-                size=format_size(_host(largest)),
+                size=size_or_unknown(largest.host),
             )
         )
     if sample.said.components and detail.components:
@@ -251,4 +251,4 @@ def _pool(pool: Pool, sizes: bool) -> str:
 
 
 def _host(row: ProcessRow) -> int:
-    return row.host or 0
+    return row.host or 0  # the order; an unknown size is shown as unknown

@@ -26,7 +26,7 @@ from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
 from legroom.monitor.watch_text import TextOutput, sample_line
 from legroom.records.machine import MemoryEvents, Pool, Pressure
-from legroom.records.watch_sample import Annotations, EntryRow, Mark, Moment
+from legroom.records.watch_sample import Annotations, EntryRow, Mark, Moment, ProcessRow
 
 EVIL = 'python "<script>"\\n\\ train.py\nX{a="b"}'
 
@@ -435,3 +435,13 @@ def test_everything_printed_to_a_terminal_fits_it(columns: int) -> None:
     assert max(map(cells, shown)) <= columns
     text = " ".join(" ".join(shown).split())
     assert notes[0] in text and "CRITICAL shm-nearly-full" in text and "peaks: shm 97 MB of 100 MB" in text
+
+
+def test_an_unknown_size_is_not_printed_as_zero() -> None:
+    told: list[str] = []
+    lines = TextOutput(told.append, History())
+    rows = (ProcessRow(5, 1, "no figures", None), ProcessRow(6, 1, "small", 3 * MB, swap=0))
+    lines.show(Moment(sample(0, processes=rows)))
+    assert [line.split()[:2] for line in told if line.startswith("    ")] == [["3", "MB"], ["unknown", "5"]]
+    lines.show(Moment(sample(1, processes=rows[:1])))
+    assert told[-1].endswith("largest 5 no figures unknown") and "0 B" not in "".join(told)

@@ -344,3 +344,23 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textual", None)
     with pytest.raises(MissingPackage, match=r"legroom\[watch\]"):
         require_textual()
+
+
+def test_processes_whose_pss_is_not_read_sort_by_what_is_known_of_it() -> None:
+    rows = (
+        ProcessRow(1, 0, "sleep", 2 * MB, pss=100 << 10, pss_at=0.0, rss_anon=MB, pss_anon=MB),
+        ProcessRow(2, 0, "just started", 577 * MB, rss_anon=560 * MB),
+        ProcessRow(3, 0, "grew", 720 * MB, pss=8 * MB, pss_at=0.0, rss_anon=711 * MB, pss_anon=10 * MB),
+        ProcessRow(4, 0, "of another user", 40 * MB, pss_at=0.0),
+        ProcessRow(5, 0, "no figures", None),
+        ProcessRow(6, 0, "of an earlier log", 90 * MB, pss=80 * MB, pss_at=0.0, rss_anon=70 * MB),
+    )
+    sample = replace(next(samples(1)), processes=rows, clock=20.0)
+    lines = [line.plain.split() for line in tui_lines.process_lines(sample, "p", 120)[1:]]
+    assert [int(line[0]) for line in lines] == [3, 2, 6, 4, 1, 5]
+    texts = {line[0]: " ".join(line[1:5]) for line in lines}
+    assert texts["3"] == "~709 MB 20 s" and texts["2"] == "≤577 MB not yet" and texts["6"] == "80 MB 20 s"
+    assert texts["4"].startswith("≤40 MB unknown")
+    over_time = [line.plain for line in tui_lines.process_history_lines(sample, [], "p", 120)[1:]]
+    assert [int(line[1:8]) for line in over_time] == [3, 2, 6, 4, 1, 5]
+    assert "~709 MB" in over_time[0] and "~560 MB" in over_time[1] and " 80 MB" in over_time[2]
