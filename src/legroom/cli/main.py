@@ -163,6 +163,10 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         return error.exit_status
     except click.ClickException as problem:
         problem = explain_extra_arguments(problem)
+        if isinstance(problem, click.NoSuchOption):
+            from legroom.cli.option_names import explain_option_before_command
+
+            problem = explain_option_before_command(problem, arguments)
         if as_json:
             _print_json(UsageError(problem.format_message()), _command_name(arguments))
         _wrapped(problem).show()
