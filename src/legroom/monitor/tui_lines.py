@@ -10,10 +10,10 @@ from itertools import accumulate
 
 from rich.text import Text
 
-from legroom.messages import cells, counted, cut, left, listed, phrase, right, say
+from legroom.messages import cells, counted, cut, cut_front, left, listed, phrase, right, say
 from legroom.monitor.pool_and_alarm_timeline import column_shares
 from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, is_as_read, largest_pids, over_steps, taken
-from legroom.monitor.watch_text import printable, trainer_state
+from legroom.monitor.watch_text import printable, short_command, trainer_state
 from legroom.records.finding_and_alarm import Alarm, heading
 from legroom.records.machine import Pool, scope_name
 from legroom.records.watch_sample import EntryRow, GpuCopyRow, GroupRow, GrowthRow, PoolPoint, ProcessRow, Sample
@@ -162,7 +162,7 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
             text = column.text(row, sample.clock)
             dim = text in (say("unknown"), say("not yet"), "–")
             line.append(right(text, column.width), style="dim" if dim else "")
-        line.append("  " + printable(row.command))
+        line.append("  " + short_command(printable(row.command), width - line.cell_len - 2))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     if len(rows) > MOST_ROWS:
@@ -221,7 +221,7 @@ def process_history_lines(sample: Sample, frames: Sequence[ProcessFrame], sort: 
         mark = "" if is_as_read(row) else "~"
         line.append(f"{right(mark + format_size(taken(row)), 10)}  ")
         line.append(left(history_line(column_shares(points, room)), room), style="cyan")
-        line.append("  " + printable(row.command))
+        line.append("  " + short_command(printable(row.command), width - line.cell_len - 2))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
@@ -297,7 +297,7 @@ def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
     for entry in entries:
         used = say("unknown") if entry.in_use is None else say("yes") if entry.in_use else say("no")
         line = Text(f"{format_size(entry.bytes):>10}  {entry.backing:<8} {left(used, 8)} ", no_wrap=True)
-        line.append(printable(entry.source))
+        line.append(cut_front(printable(entry.source), max(1, width - line.cell_len)))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines

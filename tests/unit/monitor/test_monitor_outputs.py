@@ -445,3 +445,13 @@ def test_an_unknown_size_is_not_printed_as_zero() -> None:
     assert [line.split()[:2] for line in told if line.startswith("    ")] == [["3", "MB"], ["unknown", "5"]]
     lines.show(Moment(sample(1, processes=rows[:1])))
     assert told[-1].endswith("largest 5 no figures unknown") and "0 B" not in "".join(told)
+
+
+def test_a_command_that_is_too_long_keeps_its_arguments() -> None:
+    told: list[str] = []
+    lines = TextOutput(told.append, History(), lambda: 60)
+    rows = tuple(row(n, rss=GB, command=f"/root/.pyenv/versions/3.11.7/bin/python train_{n}.py") for n in (1, 2))
+    lines.show(Moment(sample(0, processes=rows)))
+    assert all(cells(line) <= 60 for line in told)
+    assert [line.split(maxsplit=3)[3] for line in told[-2:]] == ["python train_1.py", "python train_2.py"]
+    assert "python train_1.py" in sample_line(sample(0, processes=rows), 90)
