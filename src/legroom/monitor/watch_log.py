@@ -132,7 +132,7 @@ class _Repeats:
             del self._found[oldest]
         references = {name: _build(_Clock, {"clock": clock}).clock
                       for name, clock in _object(data, "unchanged_since", {}).items() if name in REPEATED}  # fmt: skip
-        unchanged = {name: self._found.get((name, clock)) for name, clock in references.items()}
+        unchanged: dict[str, Any] = {name: self._found.get((name, clock)) for name, clock in references.items()}
         return replace(sample, **unchanged) if unchanged else sample
 
 
