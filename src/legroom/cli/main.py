@@ -162,6 +162,10 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         if (refused := integer_refused(problem)) is not None:
             return _refuse(refused, arguments, as_json=as_json)
         problem = explain_extra_arguments(problem)
+        if isinstance(problem, click.NoSuchOption):
+            from legroom.cli.option_names import explain_option_before_command
+
+            problem = explain_option_before_command(problem, arguments)
         if as_json:
             _print_json(UsageError(problem.format_message()), _command_name(arguments))
         _wrapped(problem).show()

@@ -212,7 +212,9 @@ def test_the_ends_of_a_run_report_and_a_watch_log_are_attached(tmp_path: Path) -
     (tmp_path / "run.json").write_text(json.dumps(story))
     alarm = {"code": "shm-level", "pool": "shm", "level": "critical", "since": 5.0, "message": "m"}
     moment = {"schema": "legroom.watch/1", "processes": [{"pid": 1, "command": "/x/python /y/t.py --data /z"}]}
-    lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else []}) for at in range(9)]
+    lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else [],
+                         **({"entries": [{"bytes": 5}]} if at == 2 else {"unchanged_since": {"entries": 2}})})
+             for at in range(9)]  # fmt: skip
     (tmp_path / "watch.jsonl").write_text("\n".join([*lines, '{"schema": "legroom.wa']))
     asked = Attachments(run=str(tmp_path / "run.json"), watch=str(tmp_path / "watch.jsonl"))
     parts = _bundle(Host.at(rigs.TREES / "docker-v2"), asked)
@@ -220,6 +222,7 @@ def test_the_ends_of_a_run_report_and_a_watch_log_are_attached(tmp_path: Path) -
     assert ran["command"][-1] == "<secret>" and ran["attempts"][0]["readings"][-1] == {"when": 499}
     assert len(ran["attempts"][0]["readings"]) == 60
     assert len(watched["alarms"]) == 1 and watched["last"]["clock"] == 8
+    assert watched["last"]["entries"] == [{"bytes": 5}] and "unchanged_since" not in watched["last"]
     assert watched["last"]["processes"][0]["command"] == "python t.py --data …"
 
 
