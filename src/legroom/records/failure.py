@@ -126,6 +126,7 @@ class Evidence:
     ram_unseen: float | None = None  # seconds from the last sample of RAM to the end
     shm_at_end: Level | None = None  # read when the job ended
     disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read until after the end; empty: none was read
+    full_before: Mapping[str, Level] = field(default_factory=dict)  # other disks, full at the start and at the end
     swapped_back: float | None = None  # bytes per second over the last seconds
     stalled: float | None = None  # PSI, the maximum of the last seconds
     unknown: tuple[str, ...] = ()

@@ -37,6 +37,7 @@ from legroom.rescue.remove_shm_files_of_job import JobShmFiles
 from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines
+from legroom.rescue.verdict_from_log import named_paths
 from legroom.system.processes_and_threads import ExitStatus, handling_signals, signal_name
 from legroom.units import format_size
 
@@ -142,7 +143,8 @@ class EvidenceCollector:
             ram_unseen=seconds_unread(seen.history, "ram"),
             shm_at_end=shm_at_end,
             keyboard=keyboard,
-            disks=self.disks.finish(),
+            disks=self.disks.finish(named=named_paths(log)),
+            full_before=dict(self.disks.full_before),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),
             unknown=tuple(unknown),

@@ -162,6 +162,7 @@ def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdic
         nofile=machine.limits.nofile_soft,
         here=machine.shm.size if machine.shm.mounted else None,
         keyboard=evidence.keyboard,
+        disks=tuple(verdict_from_log.full_disks(evidence) or evidence.full_before),
     )
     return replace(verdict, fix=lines)
 
@@ -176,11 +177,12 @@ def fixes(
     here: int | None = None,
     total_ram: int | None = None,
     keyboard: bool = False,
+    disks: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """The fixes for that cause in that environment.
 
     ``ram`` is the RAM limit, ``total_ram`` the machine's RAM, ``here`` the size of /dev/shm now;
-    ``keyboard``: Ctrl-C at this terminal.
+    ``keyboard``: Ctrl-C at this terminal; ``disks``: directories on the disks that were full.
     """
     if cause == "shm-full":
         wanted = fix_commands.advised_shm(ram)
@@ -211,7 +213,7 @@ def fixes(
     if cause == "map-count":
         return _more_maps(runtime)
     if cause == "disk-full":
-        return fix_commands.free_disk(".")
+        return fix_commands.free_disk(*disks)
     if cause == "tmpdir-too-long":
         return fix_commands.shorten_temporary(TMPDIR_VARIABLES[0], longest_socket(runtime.platform) - SOCKET_TAIL)
     if cause == "worker-killed":

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from legroom.messages import say
-from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
+from legroom.messages import listed, say
+from legroom.records.failure import Cause, Evidence, Level, LogFacts, RuleResult, Sign, exit_line, level_line, unknown
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
 
@@ -244,18 +244,24 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     full = full_disks(evidence)
     level = fullest_shm(evidence)
     lines = [quoted_line(sign), *(level_line(path, one) for path, one in full.items())]
-    if not full and level is not None and level.share >= FULL and sign.code == "disk":
+    if not full and level is not None and level.share >= FULL and sign.code == "disk" and not _PATH.search(sign.line):
         lines.append(level_line(say("/dev/shm peak"), level))
-        return RuleResult("shm-full", 0.85 if evidence.disks else 0.7, (*lines, exit_line(evidence.ending)))
-    if sign.code in ("disk-write", "disk-io") and evidence.disks and not full:
-        return None  # torch prints the same for a file system that disappeared
+        # The disks that were read had space; the file may be on another one.
+        return RuleResult("shm-full", 0.75, (*lines, exit_line(evidence.ending)), likely=("shm-full", "disk-full"))
+    if not full and evidence.full_before:
+        lines += [level_line(say("{path}, already before the start", path=path), one)
+                  for path, one in evidence.full_before.items()]  # fmt: skip
+    elif evidence.disks and not full:
+        read = listed(evidence.disks)
+        lines.append(say("the disks of {paths} had free space; the file may be on another disk", paths=read))
     lines.append(exit_line(evidence.ending))
     if full or sign.code == "disk-quota":
         return RuleResult("disk-full", 0.97 if full else 0.93, tuple(lines))
     if sign.code == "disk-io":
         return unknown(tuple(lines), "disk-full", "not-memory")
-    if sign.code == "disk-write":
-        return RuleResult("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
+    if sign.code == "disk-write":  # torch prints the same for a file system that disappeared
+        sure = 0.6 if evidence.disks and not evidence.full_before else 0.7
+        return RuleResult("disk-full", sure, tuple(lines), likely=("disk-full", "not-memory"))
     if evidence.live or _PATH.search(sign.line):
         return RuleResult("disk-full", 0.85, tuple(lines))
     # A command prints its name before the error; an exception without a traceback could be from anything.
@@ -288,6 +294,17 @@ def fullest_shm(evidence: Evidence) -> Level | None:
 def full_disks(evidence: Evidence) -> dict[str, Level]:
     """The disks that it writes to and that were full."""
     return {path: level for path, level in evidence.disks.items() if level.share >= DISK_FULL}
+
+
+_NAMED = re.compile(r"""['"](/[^'"]{1,400})['"]|(?<![\w./])(/[\w.@+=-]+(?:/[\w.@+=-]+)*)""")
+_MOST_NAMED = 8
+
+
+def named_paths(log: LogFacts) -> tuple[str, ...]:
+    """The paths that its messages about a full disk name, the last ones."""
+    lines = (sign.line for sign in log.signs if sign.code.startswith("disk") and 'File "' not in sign.line)
+    paths = (found[1] or found[2] for line in lines for found in _NAMED.finditer(line))
+    return tuple(dict.fromkeys(path for path in paths if not path.startswith("/dev/")))[-_MOST_NAMED:]
 
 
 def _in_traceback(evidence: Evidence, sign: Sign) -> bool:

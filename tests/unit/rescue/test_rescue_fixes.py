@@ -42,3 +42,11 @@ def test_after_an_oom_kill_no_limit_is_raised_beyond_the_machine_and_the_dead_ar
     assert "--memory" not in told(docker, 64 * GB, 64 * GB)  # there is no limit to raise
     for text in (told(docker, 64 * GB, 64 * GB), told(ROOT, 4 * GB, 64 * GB)):
         assert "ps -e" not in text and "use fewer workers" in text
+
+
+def test_a_full_disk_is_named_in_its_fixes() -> None:
+    told = "\n".join(fixes("disk-full", ROOT, ram=None, shm=None, nofile=None, disks=("/mnt/my data",)))
+    assert "du -xh --max-depth=1 '/mnt/my data' |" in told and "df -h '/mnt/my data'" in told
+    unknown = "\n".join(fixes("disk-full", ROOT, ram=None, shm=None, nofile=None)).splitlines()
+    assert not any(line.endswith(" .") or " . " in line for line in unknown), "the current directory may be elsewhere"
+    assert "df -h" in unknown and "df -i" in unknown

@@ -155,6 +155,45 @@ def test_no_space_left_is_the_disk_or_dev_shm_by_which_is_full() -> None:
     assert _verdict(ending=ExitStatus(1), text=text)[0] == "disk-full"
 
 
+# torch.save to a full disk, with torch 2.4 to 2.13: no path, no error number.
+TORCH_SAVE = """\
+Traceback (most recent call last):
+  File "torch/serialization.py", line 1312, in _save
+    zip_file.write_record(name, storage, num_bytes)
+RuntimeError: basic_ios::clear: iostream error
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534
+"""
+ROOMY = {"/work": Level(1, 100)}
+
+
+def test_space_on_the_disks_that_were_read_says_nothing_of_another_disk() -> None:
+    ended: dict[str, Any] = {"ending": ExitStatus(1), "disks": ROOMY}
+    said = classify(Evidence(log=facts_of(TORCH_SAVE.encode()), **ended))
+    assert (said.cause, said.likely[0].cause) == ("disk-full", "disk-full")
+    assert said.confidence < 0.7, "a little less than from the text alone"
+    assert any("/work had free space; the file may be on another disk" in line for line in said.evidence)
+    before = classify(Evidence(log=facts_of(TORCH_SAVE.encode()), full_before={"/t": Level(9, 9)}, **ended))
+    assert (before.cause, before.confidence) == ("disk-full", 0.7)
+    assert any(line.startswith("/t, already before the start") for line in before.evidence)
+    broken = "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 5] Input/output error\n"
+    assert _verdict(text=broken, **ended)[0] == _verdict(text=broken)[0] == "unknown"
+    bus = _verdict(ending=ExitStatus(signal=7), peaks={"shm": Level(1, 64 * MB)}, disks=ROOMY)
+    assert bus[1] < 0.7, "a truncated file is a guess"
+
+
+def test_a_path_that_is_not_in_dev_shm_is_not_judged_by_dev_shm() -> None:
+    full = {"ending": ExitStatus(1), "peaks": {"shm": Level(100, 100)}, "disks": ROOMY}
+    text = "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 28] No space left on device{}\n"
+    assert _verdict(text=text.format(": '/scratch/c.pt'"), **full)[0] == "disk-full"
+    cause, sure = _verdict(text=text.format(""), **full)
+    assert cause == "shm-full" and sure < 0.8, "the file may be on a disk that was not read"
+
+
 def test_swap_needs_to_move_and_something_to_have_lost_patience() -> None:
     moving = {"swapped_back": 20e6, "stalled": 60.0}
     text = "watchdog: no progress for 30 s"
