@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import client_name
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
 from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.records.machine import Machine
@@ -134,6 +135,7 @@ class EvidenceCollector:
             stalled_on=stalled_on,
             held_shm=held_shm,
             log=log,
+            elsewhere=seen.victims.client,
             oom=self._count(kernel),
             kernel=kernel,
             killers=tuple(killers),
@@ -224,6 +226,7 @@ class RunningAttempt:
                     self._print(self._output.reason)
                 sampler.pids = lambda: child.pids(self.host)
                 sampler.victims.root = child.process.pid
+                sampler.victims.client = client_name(command)
                 sampler.written = lambda: self._output.count
                 ending, shm_at_end = self._wait(child, sampler, alarms)
                 fine = ending.success and self.stalled_on is None

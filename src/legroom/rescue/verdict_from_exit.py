@@ -7,6 +7,7 @@ The first half uses kernel counters and logs of OOM daemons and schedulers, and 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from legroom.messages import listed, say
 from legroom.records.failure import Cause, Evidence, OomCount, RuleResult, Sign, Victim, exit_line, level_line, unknown
@@ -238,7 +239,7 @@ def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     lines, sure = [quoted_line(sign)], 0.95 if sign.code == "oom-kill" else 0.9
     count = evidence.oom
-    if sign.code == "oom-kill" and count is not None and not count.of_job and not count.unattributed:
+    if sign.code == "oom-kill" and count is not None and _counted_none(evidence):
         # From another or an earlier job, unless the job ran elsewhere, under a scheduler's launcher.
         lines.append(say("oom_kill shows no kill in this job ({source})", source=count.source))
         sure = 0.6
@@ -354,8 +355,9 @@ def killed_by_signal(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = [exit_line(ending)]
     sure = 0.9
     if ending.signal == _SIGKILL:
-        lines.append(_counter_line(evidence))
-        if not _counted_none(evidence):
+        here = replace(evidence, elsewhere=None)  # the command's own process
+        lines.append(_counter_line(here))
+        if not _counted_none(here):
             return unknown(tuple(lines), "ram-oom-kill", "killed")
         sure = 0.93
     return RuleResult("killed", sure, tuple(lines), summary=ctrl_c_summary(evidence))
@@ -447,13 +449,17 @@ def _before(first: Sign | None, second: Sign) -> bool:
 def _counted_none(evidence: Evidence) -> bool:
     """Whether the counter proves that no process of the job was OOM-killed."""
     count = evidence.oom
-    return count is not None and not count.of_job and not count.unattributed
+    return evidence.elsewhere is None and count is not None and not count.of_job and not count.unattributed
 
 
 def _counter_line(evidence: Evidence) -> str:
     count = evidence.oom
     if count is None:
         return say("no OOM counter is readable here: SIGKILL alone does not prove an OOM kill")
+    if evidence.elsewhere is not None and not count.of_job:
+        return say(
+            "{program} starts processes elsewhere: no OOM counter here counts them", program=evidence.elsewhere
+        )  # fmt: skip
     if count.kills == 0:
         return say("oom_kill did not rise ({source}): not the OOM killer", source=count.source)
     if _counted_none(evidence):

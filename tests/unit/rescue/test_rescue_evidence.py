@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import client_name
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
-from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, make_job_cgroup
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, OomVictims, make_job_cgroup
 from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
@@ -108,6 +109,15 @@ def test_a_disk_that_became_full_is_known_wherever_it_is(tmp_path: Path, before:
     disks._finish_reading()
     full = {"/scratch": Level(100, 100)}
     assert (disks.finish(), disks.full_before) == ((full, {}) if filled else ({}, full))
+
+
+def test_programs_that_start_processes_elsewhere() -> None:
+    assert client_name(["sudo", "-E", "/usr/bin/docker", "run", "image"]) == "docker"
+    assert client_name(["env", "A=1", "timeout", "30", "ssh", "node1", "python train.py"]) == "ssh"
+    assert client_name(["python", "ssh.py"]) is client_name(["python", "docker"]) is client_name([]) is None
+    victims = OomVictims(Host(), JobCgroup(None, None, False), client="ssh")
+    victims.measure([os.getpid()])
+    assert victims.client is None, "it is no longer running"
 
 
 def test_the_disk_of_a_path_in_the_message_is_read(tmp_path: Path) -> None:

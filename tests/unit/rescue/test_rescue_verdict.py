@@ -155,6 +155,49 @@ def test_no_space_left_is_the_disk_or_dev_shm_by_which_is_full() -> None:
     assert _verdict(ending=ExitStatus(1), text=text)[0] == "disk-full"
 
 
+GB = 1 << 30
+REFUSED = (
+    "Traceback (most recent call last):\n  File 'a'\n"
+    "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)\n"
+)
+NCCL = "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-9qPzWZ (size {}), No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "size", "sure"),
+    [
+        (REFUSED, 60 * MB, 64 * MB, 0.97),
+        (REFUSED, 0, 64 * MB, 0.93),  # one batch of more than 64 MB: refused without the level rising
+        (REFUSED, 0, 4 * GB, 0.75),
+        (REFUSED, 811 * MB, 23 * GB, 0.6),
+        (NCCL.format(9637888), 60 * MB, 128 * MB, 0.93),
+        (NCCL.format(9637888), 120 * MB, 4 * GB, 0.6),  # it prints the size: 9 MB fit into that
+        (NCCL.format(9637888000), 120 * MB, 4 * GB, 0.97),
+    ],
+)
+def test_a_measured_level_that_contradicts_a_full_dev_shm_lowers_the_confidence(
+    text: str, used: int, size: int, sure: float
+) -> None:
+    peaks = {"shm": Level(used, size)}
+    said = classify(Evidence(log=facts_of(text.encode()), ending=ExitStatus(1), peaks=peaks))
+    assert (said.cause, said.confidence) == ("shm-full", sure)
+    assert any("was free at its peak" in line for line in said.evidence) is (sure < 0.9)
+
+
+def test_what_counts_here_says_nothing_of_processes_elsewhere() -> None:
+    """`docker run` and ssh: the killed process is in another cgroup, with another /dev/shm."""
+    there: dict[str, Any] = {"oom": NONE, "elsewhere": "docker"}
+    for text in ("Killed\n", "", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"):
+        said = classify(Evidence(ending=ExitStatus(137), log=facts_of(text.encode()), **there))
+        assert (said.cause, said.likely[0].cause) == ("unknown", "ram-oom-kill"), text
+        assert any("docker starts processes elsewhere" in line for line in said.evidence)
+    assert _verdict(ending=ExitStatus(1), text="State: OOMKilled\n", **there)[1] == 0.95
+    low = {"shm": Level(0, 23 * GB)}
+    assert _verdict(ending=ExitStatus(1), text=REFUSED, peaks=low, **there) == ("shm-full", 0.93)
+    assert _verdict(ending=ExitStatus(135), text=WORKER_BUS, peaks=low, disks=ROOMY, **there) == ("shm-full", 0.7)
+    assert _verdict(ending=KILLED, **there) == ("killed", 0.93), "the client itself is counted here"
+
+
 # torch.save to a full disk, with torch 2.4 to 2.13: no path, no error number.
 TORCH_SAVE = """\
 Traceback (most recent call last):
