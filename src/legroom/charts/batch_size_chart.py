@@ -20,6 +20,7 @@ from legroom.charts.drawing import (
 )
 from legroom.messages import say
 from legroom.records.gpu_results import BatchFound
+from legroom.system.atomic_file import replace_file
 from legroom.units import format_size
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 380, 84, 600, 76, 316
@@ -34,7 +35,7 @@ def plot(found: BatchFound, path: str | Path | None = None) -> str:
     """
     text = svg(batch_chart(found))
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        replace_file(path, text)
     return text
 
 
