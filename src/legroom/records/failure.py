@@ -69,6 +69,7 @@ class LogFacts:
     progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
     lines: int = 0  # lines that were read
     skipped: int = 0  # bytes that were not read
+    not_a_log: str | None = None  # why the file cannot be the output of a job
 
 
 @dataclass(frozen=True, slots=True)

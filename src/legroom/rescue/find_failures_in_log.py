@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -97,9 +97,8 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
                 return _to_its_end(pipe)
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if file.seekable() and size:
-                return _of_file(file, size)
-            return _to_its_end(file)  # a FIFO, or a /proc file without a size
+            facts = _of_file(file, size) if file.seekable() and size else _to_its_end(file)  # a FIFO, or in /proc
+            return replace(facts, not_a_log=facts.not_a_log or _source_code(path))
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise UnreadableSource(
@@ -109,13 +108,40 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
         ) from problem
 
 
+_PACKED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ": "xzcat", b"BZh": "bzcat"}
+_SOURCES = frozenset({".py", ".pyi", ".ipynb", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"})
+_SAMPLED = 8 << 10
+_CONTROL = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"} | {127})
+_MOST_CONTROL = 0.05  # of a text: a log may contain a few, and zeros where it was truncated while open
+
+
+def _source_code(path: str) -> str | None:
+    if os.path.splitext(path)[1] not in _SOURCES:
+        return None
+    return say("{name} is source code: pass the file with the output of the job", name=os.path.basename(path))
+
+
+def _binary(data: bytes) -> str | None:
+    """Why these bytes are not text; UTF-16 is text."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return None
+    program = next((name for magic, name in _PACKED.items() if data.startswith(magic)), None)
+    if program is not None:
+        return say("the file is compressed: {program} FILE | legroom explain -", program=program)
+    sample = data[:_SAMPLED].lstrip(b"\0") + data[_SAMPLED:][-_SAMPLED:].lstrip(b"\0")
+    if len(sample) - len(sample.translate(None, _CONTROL)) > _MOST_CONTROL * len(sample):
+        return say("the file is binary, not text: pass the file with the output of the job")
+    return None
+
+
 def _of_file(file: BinaryIO, size: int) -> LogFacts:
+    binary = _binary(file.read(_SAMPLED))
     for length in (KEEP, MOST):
         file.seek(max(0, size - length))
         facts = facts_of(file.read(length), max(0, size - length))
         if facts.signs or facts.errors or length >= size:
             break
-    return facts
+    return replace(facts, not_a_log=binary)
 
 
 def _to_its_end(stream: BinaryIO) -> LogFacts:
@@ -125,7 +151,9 @@ def _to_its_end(stream: BinaryIO) -> LogFacts:
     held = tail.bytes()
     skipped = tail.passed
     facts = facts_of(held[-KEEP:], skipped + max(0, len(held) - KEEP))
-    return facts if facts.signs or facts.errors or len(held) <= KEEP else facts_of(held, skipped)
+    if not (facts.signs or facts.errors or len(held) <= KEEP):
+        facts = facts_of(held, skipped)
+    return replace(facts, not_a_log=_binary(held))
 
 
 class _Traceback(NamedTuple):

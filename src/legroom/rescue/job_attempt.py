@@ -337,7 +337,7 @@ class RunningAttempt:
             return self.stop_signal == signal.SIGINT and self._typed
         last = log.last_error
         interrupted = last is not None and "KeyboardInterrupt" in last.line
-        return self._had_terminal and (ending.signal == signal.SIGINT or interrupted)
+        return self._had_terminal and (ending.by_signal(signal.SIGINT) or interrupted)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         if number == getattr(signal, "SIGWINCH", None):

@@ -10,13 +10,25 @@ import re
 from dataclasses import replace
 
 from legroom.messages import listed, say
-from legroom.records.failure import Cause, Evidence, OomCount, RuleResult, Sign, Victim, exit_line, level_line, unknown
+from legroom.records.failure import (
+    Cause,
+    Evidence,
+    OomCount,
+    RuleResult,
+    Sign,
+    Verdict,
+    Victim,
+    exit_line,
+    level_line,
+    unknown,
+)
 from legroom.rescue.failure_message_patterns import CONSEQUENCE
 from legroom.rescue.find_failures_in_log import Signs, context, killed_in, quoted_line
 from legroom.system.processes_and_threads import signal_name
 from legroom.units import format_duration, format_size
 
-_SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
+_SIGINT, _SIGABRT, _SIGKILL, _SIGTERM = 2, 6, 9, 15
+_CRASHES = (4, 6, 8, 11)  # ILL, ABRT, FPE, SEGV
 _AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL this close are the same event
 _THRASH = 1 << 20  # bytes per second swapped in, if PSI also shows stalls
 _THRASH_ALONE = 8 << 20  # if PSI is not available
@@ -364,11 +376,30 @@ def killed_by_signal(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Ctrl-C, reported by Python as KeyboardInterrupt."""
+    """Ctrl-C, reported by Python as KeyboardInterrupt, or by exit status 130 of a job that has the terminal."""
     last = evidence.log.last_error
+    if evidence.keyboard and evidence.ending is not None and evidence.ending.by_signal(_SIGINT):
+        return RuleResult("killed", 0.9, (exit_line(evidence.ending),), summary=ctrl_c_summary(evidence))
     if last is None or "KeyboardInterrupt" not in last.line:
         return None
     return RuleResult("killed", 0.9, (quoted_line(last), exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
+
+
+def by_sigint(evidence: Evidence) -> bool:
+    """Whether SIGINT ended it."""
+    last = evidence.log.last_error
+    if evidence.ending is not None and evidence.ending.by_signal(_SIGINT):
+        return True
+    return evidence.asked_to_stop == _SIGINT or (last is not None and "KeyboardInterrupt" in last.line)
+
+
+def crashed_untraced(evidence: Evidence, verdict: Verdict) -> bool:
+    """Whether the verdict is on a crash in native code of which Python's faulthandler printed no traceback."""
+    signs = [sign for sign in evidence.log.signs if sign.code in ("crash", "worker-crash", "abort")]
+    if any("Fatal Python error" in sign.line for sign in signs):
+        return False
+    ended = evidence.ending is not None and any(evidence.ending.by_signal(number) for number in _CRASHES)
+    return ended or any(quoted_line(sign) in verdict.evidence for sign in signs)
 
 
 def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
