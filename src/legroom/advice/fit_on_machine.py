@@ -13,7 +13,7 @@ from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
 from legroom.errors import UsageError
-from legroom.messages import say
+from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Pool
 from legroom.records.settings_and_overrides import Settings
@@ -283,8 +283,8 @@ def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) ->
         )
     if chosen.num_workers != asked.num_workers:
         why["num_workers"] = say(
-            "{new} workers instead of {old}: each worker has its own batches in memory",
-            new=chosen.num_workers,
+            "{workers} instead of {old}: each worker has its own batches in memory",
+            workers=counted(chosen.num_workers, phrase("{count} worker"), phrase("{count} workers")),
             old=asked.num_workers,
         )
     if accumulation > 1:
