@@ -89,8 +89,8 @@ def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
             )
             return RuleResult("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
         return RuleResult("gpu-oom", 0.95, lines)
-    if full or evidence.live:
-        return RuleResult("gpu-oom", 0.9 if full else 0.85, lines)
+    if full:
+        return RuleResult("gpu-oom", 0.9, lines)
     if sign.code == "gpu-likely":
         return RuleResult("gpu-oom", 0.75, lines)
     if _in_traceback(evidence, sign):

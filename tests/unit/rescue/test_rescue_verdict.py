@@ -184,6 +184,14 @@ def test_a_measured_level_that_contradicts_a_full_dev_shm_lowers_the_confidence(
     assert any("was free at its peak" in line for line in said.evidence) is (sure < 0.9)
 
 
+def test_a_bare_cuda_error_is_no_surer_where_no_gpu_was_seen_full() -> None:
+    """Page-locked memory gives the same message; that the job was watched is no evidence for either."""
+    bare = "CUDA error: out of memory\n"
+    free, full = {"gpu0": Level(1, 100)}, {"gpu0": Level(95, 100)}
+    assert _verdict(text=bare)[0] == _verdict(text=bare, ending=ExitStatus(1), peaks=free)[0] == "unknown"
+    assert _verdict(text=bare, ending=ExitStatus(1), peaks=full) == ("gpu-oom", 0.9)
+
+
 def test_what_counts_here_says_nothing_of_processes_elsewhere() -> None:
     """`docker run` and ssh: the killed process is in another cgroup, with another /dev/shm."""
     there: dict[str, Any] = {"oom": NONE, "elsewhere": "docker"}
