@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -169,6 +170,22 @@ def test_no_file_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.C
         write(b"new", str(tmp_path / "no" / "report.zip"))
     with pytest.raises(UsageError, match="unknown archive format"):
         checked_path("report.rar")
+
+
+@pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_a_full_disk_is_not_called_a_directory_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UsageError) as refused:
+        write(b"new", str(tmp_path / "a.zip"))
+    told = "\n".join(refused.value.fix)
+    assert ("the disk is full" in told and f"df -h {tmp_path}" in told) is full
+    assert ("that you can write to" in told) is not full
+    assert os.listdir(tmp_path) == []
 
 
 def test_no_file_is_overwritten_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
