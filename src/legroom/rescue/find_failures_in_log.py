@@ -504,3 +504,14 @@ def _right_above(log: LogFacts, reach: int) -> Sign | None:
         if not any(reach <= number < sign.number for number in log.progress)
     ]
     return above[-1] if above else None
+
+
+_NAMED = re.compile(r"""['"](/[^'"]{1,400})['"]|(?<![\w./])(/[\w.@+=-]+(?:/[\w.@+=-]+)*)""")
+_MOST_NAMED = 8
+
+
+def named_paths(log: LogFacts) -> tuple[str, ...]:
+    """The paths that its messages about a full disk name, the last ones."""
+    lines = (sign.line for sign in log.signs if sign.code.startswith("disk") and 'File "' not in sign.line)
+    paths = (found[1] or found[2] for line in lines for found in _NAMED.finditer(line))
+    return tuple(dict.fromkeys(path for path in paths if not path.startswith("/dev/")))[-_MOST_NAMED:]

@@ -169,7 +169,9 @@ def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdic
         keyboard=evidence.keyboard,
         interrupted=verdict_from_exit.by_sigint(evidence),
         crashed=verdict_from_exit.crashed_untraced(evidence, verdict),
-        disks=tuple(verdict_from_log.full_disks(evidence) or evidence.full_before),
+        disks=tuple(verdict_from_log.full_disks(evidence) or evidence.full_before)
+        if verdict.cause == "disk-full"
+        else (),
     )
     return replace(verdict, fix=lines)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from legroom.messages import listed, say
-from legroom.records.failure import Cause, Evidence, Level, LogFacts, RuleResult, Sign, exit_line, level_line, unknown
+from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
 from legroom.units import format_size
@@ -322,17 +322,6 @@ def fullest_shm(evidence: Evidence) -> Level | None:
 def full_disks(evidence: Evidence) -> dict[str, Level]:
     """The disks that it writes to and that were full."""
     return {path: level for path, level in evidence.disks.items() if level.share >= DISK_FULL}
-
-
-_NAMED = re.compile(r"""['"](/[^'"]{1,400})['"]|(?<![\w./])(/[\w.@+=-]+(?:/[\w.@+=-]+)*)""")
-_MOST_NAMED = 8
-
-
-def named_paths(log: LogFacts) -> tuple[str, ...]:
-    """The paths that its messages about a full disk name, the last ones."""
-    lines = (sign.line for sign in log.signs if sign.code.startswith("disk") and 'File "' not in sign.line)
-    paths = (found[1] or found[2] for line in lines for found in _NAMED.finditer(line))
-    return tuple(dict.fromkeys(path for path in paths if not path.startswith("/dev/")))[-_MOST_NAMED:]
 
 
 def _in_traceback(evidence: Evidence, sign: Sign) -> bool:
