@@ -145,6 +145,7 @@ class TuneRequest(LoaderSettings):
     step: Step = field(default_factory=Step)
     preset: str | None = None
     process_ram: int = 0  # of a training process that does not run yet
+    larger_than_dataset: int | None = None  # the batch size that was asked for, where the dataset has fewer samples
 
     @property
     def here(self) -> int:
@@ -163,6 +164,14 @@ class TunedChoice:
     together: int  # samples of one optimizer step on one rank
     cores: float  # for one rank
     bounds: Preset
+
+
+def within_dataset(request: TuneRequest, measured: Measured) -> TuneRequest:
+    """The request, with batches of at most the samples of a rank; an effective batch that is asked for is kept."""
+    most = request.batch_size if measured.rows is None else max(1, measured.rows // request.ranks)
+    if request.effective_batch is not None or request.batch_size <= most:
+        return request
+    return replace(request, batch_size=most, larger_than_dataset=request.batch_size)
 
 
 def choose(measured: Measured, machine: Machine, request: TuneRequest) -> TunedChoice:

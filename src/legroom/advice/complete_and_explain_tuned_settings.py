@@ -56,6 +56,11 @@ def reasons(measured: Measured, machine: Machine, request: TuneRequest, choice: 
 
 def _batch(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
     batch = choice.settings.batch_size
+    if batch == request.batch_size and request.larger_than_dataset is not None:
+        return say(
+            "batch {batch} instead of {asked}: the dataset has no more samples for each rank",
+            batch=batch, asked=request.larger_than_dataset,
+        )  # fmt: skip
     if batch == request.batch_size:
         return say("batch {batch}: as requested, {size}", batch=batch, size=_batch_bytes(measured, batch))
     return say(

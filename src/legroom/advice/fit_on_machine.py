@@ -40,7 +40,11 @@ def per_rank(batch: int, effective: int | None, ranks: int) -> int:
                     samples=counted(step, phrase("{count} sample"), phrase("{count} samples")), effective=effective),
             fix=(
                 say("use an effective batch of {near}", near=near),
-                say("or a batch size of {sizes}", sizes=_batches(batch, effective, ranks)),
+                *(
+                    []
+                    if effective % ranks
+                    else [say("or a batch size of {sizes}", sizes=_batches(batch, effective // ranks))]
+                ),
             ),
         )  # fmt: skip
     return effective // ranks
@@ -74,10 +78,8 @@ def smaller_candidates(
         yield replace(candidate, batch_size=batch)
 
 
-def _batches(batch: int, effective: int, ranks: int) -> str:
-    if effective % ranks:
-        return say("any size, if the ranks divide the effective batch")
-    whole = effective // ranks
+def _batches(batch: int, whole: int) -> str:
+    """The sizes nearest to ``batch`` that divide the samples of a rank."""
     below = next((size for size in range(min(batch, whole), 0, -1) if whole % size == 0), 1)
     above = next((size for size in range(batch, whole + 1) if whole % size == 0), None)
     return str(below) if above is None else say("{below} or {above}", below=below, above=above)

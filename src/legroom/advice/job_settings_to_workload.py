@@ -102,7 +102,7 @@ def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
     """A batch of one tensor, with that many bytes per sample."""
     samples = check_integer("batch_size", samples, 1)
     sample_bytes = check_integer("sample_bytes", sample_bytes, 1)
-    text = source or say("{each} per sample × {samples}, given by you", each=format_size(sample_bytes), samples=samples)
+    text = source or say("{each} per sample, given by you", each=format_size(sample_bytes))
     return Batch((sample_bytes * samples,), samples, text, endless=True)
 
 

@@ -256,6 +256,6 @@ def _settings_lines(plan: Plan) -> list[str]:
         lines += [labelled(" " * cells(label), why) for why in plan.settings.why.values()]
     if plan.largest_batch:
         lines.append(say("  largest batch size with these workers: {samples}", samples=plan.largest_batch))
-    elif plan.largest_batch == 0:
+    elif plan.largest_batch == 0 and plan.settings is not None:
         lines.append(say("  not even batch size 1 fits with these workers"))
     return lines

@@ -26,7 +26,7 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     with_overlap,
     without_overlap,
 )
-from legroom.errors import DatasetOutOfMemory, UsageError
+from legroom.errors import DatasetOutOfMemory, UnknownFormat, UsageError
 from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
 from legroom.loader.measure.memory_guard_script import RESERVE
 from legroom.loader.measure_process_memory import private_bytes, with_bare_processes
@@ -501,7 +501,12 @@ def _given_batch(
     if sample_bytes is not None:
         return batch_of(parse_size(sample_bytes), batch_size)
     assert data is not None
-    rows = data_rows(data, keys)
+    try:
+        rows = data_rows(data, keys)
+    except UnknownFormat as problem:  # a type that is given to legroom.open cannot be given here
+        known = tuple(one for one in problem.fix if "dtype=" not in one)
+        problem.fix = (*known, say("or pass the size of one sample instead: sample_bytes=SIZE"))
+        raise
     return rows.batch(_samples_in(batch_size, rows.rows))
 
 
@@ -525,7 +530,7 @@ def _with_checkpoints(machine: Machine, host: Host, folder: str | os.PathLike[st
     """The machine with the disk of the checkpoints as its disk pool."""
     if folder is None:
         return machine
-    disk = disk_at(host, "checkpoints", os.fspath(folder))
+    disk = disk_at(host, "checkpoints", os.path.normpath(os.fspath(folder)))
     source = say("statvfs {path}", path=disk.path)
     pool = Pool("disk", disk.size, disk.used, disk.free, source, disk.reason)
     others = tuple(one for one in machine.disks if one.role != "store")

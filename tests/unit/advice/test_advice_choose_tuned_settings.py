@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machines import GB, MB, healthy, with_pool
 from measured_data import cheap, dataset, waiting
 
-from legroom.advice.choose_tuned_settings import Step, TuneRequest, batch_seconds, choose
+from legroom.advice.choose_tuned_settings import Step, TuneRequest, batch_seconds, choose, within_dataset
 from legroom.advice.complete_and_explain_tuned_settings import changes, milliseconds, settle
 from legroom.errors import UsageError
 from legroom.records.machine import Cpu, Gpu, Gpus, Machine
@@ -265,3 +265,30 @@ def test_the_pace_is_positive_and_workers_never_slow_it(
 )  # fmt: skip
 def test_a_time_is_printed_in_the_unit_one_would_say(seconds: float, shown: str) -> None:
     assert milliseconds(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "ranks", "effective", "batch"),
+    [
+        (100_000, 256, 1, None, 256),
+        (100_000, 256, 3, None, 85),
+        (256, 256, 1, None, 256),
+        (8, None, 1, None, 8),
+        (4, 2, 4, None, 1),
+        (512, 256, 1, 1024, 512),  # an effective batch that was asked for is kept
+    ],
+)
+def test_a_batch_has_no_more_samples_than_a_rank(
+    asked: int, rows: int | None, ranks: int, effective: int | None, batch: int
+) -> None:
+    request = TuneRequest(batch_size=asked, ranks=ranks, effective_batch=effective)
+    found = within_dataset(request, replace(cheap(), rows=rows))
+    assert found.batch_size == batch
+    assert found.larger_than_dataset == (asked if batch != asked else None)
+
+
+def test_a_batch_that_the_dataset_limits_says_so() -> None:
+    measured = replace(cheap(), rows=256)
+    settings = settle(measured, cores(4), within_dataset(TuneRequest(100_000), measured))
+    assert settings.batch_size == 256 and settings.accumulation == 1
+    assert "instead of 100000: the dataset has no more samples" in settings.why["batch_size"]

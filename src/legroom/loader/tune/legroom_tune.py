@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from legroom.advice.choose_tuned_settings import Climbed, Step, TuneRequest, choose, climb
+from legroom.advice.choose_tuned_settings import Climbed, Step, TuneRequest, choose, climb, within_dataset
 from legroom.advice.choose_tuned_settings import preset as named_preset
 from legroom.advice.complete_and_explain_tuned_settings import changes, settle
 from legroom.advice.fit_on_machine import per_rank
@@ -105,7 +105,7 @@ def tune(
         loader_kind=loader,
         preset=preset,
     )
-    machine = machine or snapshot()
+    request, machine = within_dataset(request, measured), machine or snapshot()
     with unchanged_random_state():
         climbed = _climbed(opened, measured, machine, request) if climb else None
     settings = settle(measured, machine, request, fixed, climbed)
@@ -224,7 +224,7 @@ def tune_named(
         preset=preset,
         process_ram=measured.process_ram or 0,
     )
-    machine = snapshot()
+    request, machine = within_dataset(request, measured), snapshot()
 
     def run(tried: CompleteLoaderSettings) -> float | str:
         try:
