@@ -7,12 +7,13 @@ a pool grows beyond its holders is named by tracemalloc's windows, or is called 
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.leak.leak_or_plateau import FEWEST, SeriesTrend, trend
-from legroom.leak.lines_that_fill_containers import lines_for, passing_lines
-from legroom.leak.record_files import CounterSample, HolderRecord, ProcessRecord, TraceWindow
+from legroom.leak.lines_that_fill_containers import line_that_added, lines_for, passing_lines
+from legroom.leak.record_files import CounterSample, CreatedItems, HolderRecord, ProcessRecord, TraceWindow
 from legroom.leak.user_source_files import is_user_file
 from legroom.messages import say
 from legroom.monitor.history_and_trend import theil_sen
@@ -39,6 +40,9 @@ _CONSISTENT = 0.3  # a holder's share of the pool's growth from which the pool c
 _LEAST_COPIED = 8 << 20
 _MOST_LINES = 3
 _EVEN = 0.55
+_MOSTLY_SEEN = 0.8  # of the newest items' bytes: then it is known which of several lines adds how much
+_LEAST_SHARE = 0.1  # of the bytes, from which a line is named
+_ENTRY = re.compile(r"\['(\w+)'\](?:\[…\])?$")  # of log['loss']
 
 
 @dataclass
@@ -241,12 +245,12 @@ def _held(record: ProcessRecord, series: _Series, pools: _Pools) -> tuple[list[G
                 continue  # it refers to what exists anyway: the pool does not grow with it
             if pool != "shm" and _made_before(one) and rate > _TOO_MUCH * pools.rest(pool, named):
                 continue  # its new items had been made before, and the other holders explain the pool
-            site = _site(one, pool, rate, series, pools)
-            if _matters(site, series.per):
-                sites.append(site)
-                named[pool] = named.get(pool, 0.0) + site.rate
-            elif site.rate >= 8:
-                small.append(site)
+            for site in _sites(one, pool, rate, series, pools):
+                if _matters(site, series.per):
+                    sites.append(site)
+                    named[pool] = named.get(pool, 0.0) + site.rate
+                elif site.rate >= 8:
+                    small.append(site)
     for graph in _graphs([one for one in candidates if one.graph], named, series, pools):
         own = [one for one in sites if (one.holder, one.pool, one.line) == (graph.holder, graph.pool, graph.line)]
         sites = [one for one in sites if one not in own]
@@ -330,9 +334,8 @@ def _graphs(candidates: list[_Candidate], named: dict[str, float], series: _Seri
             continue
         for one in _one_per_line(chosen):
             rate = rest / len(_one_per_line(chosen))
-            site = _site(one, pool, rate, series, pools, kind="graph")
-            if _matters(site, series.per):
-                sites.append(site)
+            found = _sites(one, pool, rate, series, pools, kind="graph")
+            sites += [site for site in found if _matters(site, series.per)]
     return sites
 
 
@@ -351,16 +354,90 @@ def _matters(site: GrowingSite, per: Per) -> bool:
     return site.rate >= least and site.growth >= _LEAST_GROWTH
 
 
-def _site(
+def _sites(
     one: _Candidate, pool: str, rate: float, series: _Series, pools: _Pools, kind: Kind | None = None
+) -> list[GrowingSite]:
+    """A holder's site; where several lines fill it and it was seen what each adds, one for each that adds much."""
+    holder, lines = one.holder, _lines(one.holder)
+    shares = _shares(holder, lines, pool, graph=kind == "graph")
+    known = sum(shares.values())
+    ordered = sorted(lines, key=lambda line: -shares.get(line, 0.0))
+    if len(lines) < 2 or known < _MOSTLY_SEEN:
+        made = _made(holder, pool, lines, kind, None)
+        return [_site(one, pool, rate, series, pools, lines, made, kind)]
+    adding = [line for line in ordered if shares.get(line, 0.0) >= _LEAST_SHARE * known]
+    all_of_them = sum(shares[line] for line in adding)
+    sites = []
+    for line in adding:
+        part = shares[line] / all_of_them
+        made, others = _made(holder, pool, lines, kind, line), tuple(one for one in ordered if one != line)
+        site = _site(one, pool, rate * part, series, pools, (line, *others), made, kind, share=shares[line])
+        sites.append(site)
+    return sites
+
+
+def _shares(holder: HolderRecord, lines: Sequence[SourceLine], pool: str, *, graph: bool) -> dict[SourceLine, float]:
+    """How much of the newest items' bytes, or of their graphs, each line adds, as far as it was seen."""
+
+    def amount(items: CreatedItems) -> int:
+        return items.graphs if graph else items.pools.get(pool, 0)
+
+    total = sum(amount(items) for items in (*holder.created, *holder.unknown))
+    shares: dict[SourceLine, float] = {}
+    for items in holder.created:
+        line = _line_that_added(holder, items, lines)
+        if line is not None and total > 0 and amount(items):
+            shares[line] = shares.get(line, 0.0) + amount(items) / total
+    return shares
+
+
+def _line_that_added(holder: HolderRecord, items: CreatedItems, lines: Sequence[SourceLine]) -> SourceLine | None:
+    frames = [number for file, number in ((items.file, items.line), *items.through) if file == holder.file]
+    source = "".join(linecache.getlines(holder.file))
+    number = line_that_added(source, [one.line for one in lines], frames)
+    return None if number is None else SourceLine(holder.file, number)
+
+
+def _made(
+    holder: HolderRecord, pool: str, lines: Sequence[SourceLine], kind: Kind | None, line: SourceLine | None
+) -> list[CreatedItems]:
+    """What was seen to be made of its items, the largest first; only what that line added, where one is given."""
+    made = [one for one in holder.created if line is None or _line_that_added(holder, one, lines) == line]
+    users = [one for one in made if is_user_file(one.file)] or made
+    amounts: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for one in users:
+        bytes_before, graphs, count = amounts.get((one.file, one.line), (0, 0, 0))
+        amounts[one.file, one.line] = bytes_before + one.pools.get(pool, 0), graphs + one.graphs, count + 1
+
+    def rank(one: CreatedItems) -> tuple[int, int, int, int]:
+        size, graphs, count = amounts[one.file, one.line]
+        return -graphs if kind == "graph" else 0, -size, -count, one.line
+
+    return sorted(users, key=rank)
+
+
+def _site(
+    one: _Candidate,
+    pool: str,
+    rate: float,
+    series: _Series,
+    pools: _Pools,
+    lines: Sequence[SourceLine],
+    made: Sequence[CreatedItems],
+    kind: Kind | None = None,
+    *,
+    share: float | None = None,
 ) -> GrowingSite:
     holder = one.holder
     if kind is None:
-        kind = "shm-files" if holder.unit == "files" else "tensors" if holder.tensors else "python"
-    lines = _made_first(_lines(holder), holder)
+        tensors = any(items.tensors for items in made) if share is not None else holder.tensors
+        kind = "shm-files" if holder.unit == "files" else "tensors" if tensors else "python"
     slope = pools.slope(pool)
     scale = rate / one.trend.rate if one.trend.rate else 0.0
-    confirmed = slope is not None and (holder.unit == "files" or rate >= _CONSISTENT * slope or pools.trend(pool).leaks)
+    whole = rate if share is None else one.pools.get(pool, rate)
+    confirmed = slope is not None and (
+        holder.unit == "files" or whole >= _CONSISTENT * slope or pools.trend(pool).leaks
+    )
     span = series.xs[-1] - max(one.trend.since, (series.xs[0] + series.xs[-1]) / 2)
     return GrowingSite(
         kind=kind,
@@ -369,11 +446,12 @@ def _site(
         per=series.per,
         since=one.trend.since,
         growth=int(rate * span),
-        certainty=_certainty(one.trend, confirmed=confirmed, lines=lines),
+        certainty=_certainty(one.trend, confirmed=confirmed, lines=lines[:1] if share is not None else lines),
         holder=None if holder.unit == "files" else holder.name,
         items=holder.item_type or (holder.name if holder.unit == "files" else None),
-        lines=lines,
-        created=_created(holder),
+        lines=tuple(lines[:_MOST_LINES]),
+        created=SourceLine(made[0].file, made[0].line) if made else None,
+        share=share,
         why=_why(one, series.per, confirmed=confirmed),
         points=tuple((x, amount * scale) for x, amount in one.points),
     )
@@ -408,27 +486,14 @@ def _lines(holder: HolderRecord) -> tuple[SourceLine, ...]:
         return (SourceLine(holder.file, holder.line),)
     itself = holder.unit in ("nodes", "bytes")
     source = "".join(linecache.getlines(holder.file))
-    found = lines_for(source, holder.word, holder.function, itself=itself)
+    entry = _ENTRY.search(holder.name)
+    key = None if entry is None else entry[1]
+    found = lines_for(source, holder.word, holder.function, itself=itself, entry=key)
     if not found and itself:
-        found = lines_for(source, holder.word, holder.function)
+        found = lines_for(source, holder.word, holder.function, entry=key)
     if not found:
         found = passing_lines(source, holder.word)
-    return tuple(SourceLine(holder.file, number) for number in found[:_MOST_LINES])
-
-
-def _made_first(lines: tuple[SourceLine, ...], holder: HolderRecord) -> tuple[SourceLine, ...]:
-    """Of several lines that may fill it, those that were seen to make its items come first."""
-    made = {(file, line) for file, line in holder.created}
-    return tuple(sorted(lines, key=lambda line: (line.file, line.line) not in made))
-
-
-def _created(holder: HolderRecord) -> SourceLine | None:
-    """The line that made most of its items, where one was seen."""
-    known = [one for one in holder.created if is_user_file(one[0])] or holder.created
-    if not known:
-        return None
-    file, line = max(set(known), key=lambda one: (known.count(one), -one[1]))
-    return SourceLine(file, line)
+    return tuple(SourceLine(holder.file, number) for number in found)
 
 
 def _unexplained(

@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from typing import Any
 
 from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
 from legroom.leak.containers_held_by_variables import Holder, Holding, Key, Walk, newest_items, running_frames
-from legroom.leak.creation_sites import Tracing, creation_line, live_tensors
+from legroom.leak.creation_sites import Tracing, bytes_by_origin, live_tensors
 from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset
 from legroom.leak.object_size import size_per_item
 from legroom.leak.process_counters import process_start, read_counters
@@ -51,6 +52,11 @@ _NO_STEPS = 3.0  # seconds without a step after which the thread samples
 _MOST_HOLDERS = 400  # recorded
 _MOST_MEASURED = 24  # holders whose items are measured in one sample
 _FEWEST_ITEMS = 4  # of a container that is recorded
+_FEWEST_MEASURED, _MOST_ITEMS_MEASURED = 8, 1024  # newest items of a container whose size is measured
+_MOST_ITEMS_READ, _MOST_ITEMS_TRACED, _MOST_ITEMS_OF_WINDOW = 4096, 256, 1024  # whose creation is looked up
+_UNORDERED = 32  # items of a container of which it is not known which ones a window has added
+_MOST_ORIGINS, _MOST_THROUGH = 6, 6  # lines written of each container in a window, and of the calls around each
+_GOLDEN = 0.6180339887
 _FREE_EVERY = 5.0  # seconds between readings of free memory
 _PUBLISH_EVERY = 10.0  # seconds between two reports to `legroom watch`, at least
 _STEPS_EVERY = 1.0  # seconds between two counts of steps for it
@@ -345,23 +351,42 @@ class Recorder:
                 continue
             self._measured[number] = max(1, holding.amount)
             count += 1
-            items = newest_items(holding.thing) if holding.unit == "items" else [holding.thing]
+            wanted = self._items_of_steps(self._known[key], holding.amount)
+            items = newest_items(holding.thing, wanted) if holding.unit == "items" else [holding.thing]
             if not items:
                 continue
             size = size_per_item(items)
+            if not size.complete and len(items) > _FEWEST_MEASURED:
+                size = size_per_item(items[-_FEWEST_MEASURED:])
             graph = tensor_with_graph(items[-1])
             name = _type_name(items[-1], pair=holding.unit == "items" and isinstance(holding.thing, dict))
             self._writer.write(
                 "item", number=number, pools=size.pools, type=name, graphs=size.graphs,
                 tensors=size.tensors, saved=None if graph is None else saved_bytes(graph),
             )  # fmt: skip
-            if self._tracing.scripts_own:
-                self._note_creation(number, items[-1])
+            if self._tracing.scripts_own and holding.unit == "items":
+                self._note_creation(number, items[-_FEWEST_MEASURED:], pairs=isinstance(holding.thing, dict))
 
-    def _note_creation(self, number: int, item: object) -> bool:
-        if (line := creation_line(item)) is None:
+    def _items_of_steps(self, first: tuple[int | None, float, int], amount: int) -> int:
+        """The items of four steps: a script may add a large one and many small ones in each."""
+        steps = self.steps - first[0] if first[0] is not None and self._source is not None else 0
+        each = -(-(amount - first[2]) // steps) if steps > 0 else 0
+        return min(_MOST_ITEMS_MEASURED, max(_FEWEST_MEASURED, 4 * each))
+
+    def _note_creation(self, number: int, items: list[Any], *, pairs: bool) -> bool:
+        """Which lines made these items, with their bytes; False if none is known."""
+        found, unknown = bytes_by_origin(items, pairs=pairs)
+        if not found:
             return False
-        self._writer.write("created", number=number, file=line.file, line=line.number)
+        largest = sorted(found.items(), key=lambda one: (-one[1].graphs, -sum(one[1].pools.values())))
+        by_size = sorted(found.items(), key=lambda one: -sum(one[1].pools.values()))
+        kept = dict((*by_size[:_MOST_ORIGINS], *largest[:_MOST_ORIGINS]))
+        sites = [
+            (*at.line, made.pools, made.graphs, made.tensors, at.through[:_MOST_THROUGH]) for at, made in kept.items()
+        ]
+        self._writer.write(
+            "created", number=number, sites=[*sites, ("", 0, unknown.pools, unknown.graphs, unknown.tensors, ())]
+        )
         return True
 
     # Pages that a forked process copies
@@ -437,12 +462,7 @@ class Recorder:
         sites = self._tracing.end()
         tensors = None
         if not aborted:
-            for number, thing in self._window_holders.items():
-                items = newest_items(thing, 2)
-                if not items or self._note_creation(number, items[0]):
-                    continue
-                if number in self._window_sizes and len(thing) >= self._window_sizes[number] + len(items):
-                    self._writer.write("existing", number=number)  # added in the window, and made before it
+            self._note_creations()
             if not self._forked and self._windows >= 1 and self._grows():
                 found = live_tensors().items()
                 tensors = [(line.file, line.number, count, pools) for line, (count, pools) in found if count > 2]
@@ -457,6 +477,19 @@ class Recorder:
             )  # fmt: skip
         usual = (self._step_time or 0.0) * steps
         self._window_cost += max(0.0, seconds - usual) + time.monotonic() - started
+
+    def _note_creations(self) -> None:
+        """Of each container the lines that made what was added in the window."""
+        left = _MOST_ITEMS_OF_WINDOW
+        for number, thing in self._window_holders.items():
+            before = self._window_sizes.get(number)
+            added = _UNORDERED if before is None else max(2, len(thing) - before)
+            items = _some(newest_items(thing, min(added, _MOST_ITEMS_READ)), max(2, min(left, _MOST_ITEMS_TRACED)))
+            left -= len(items)
+            if not items or self._note_creation(number, items, pairs=not isinstance(thing, (list, deque, set))):
+                continue
+            if before is not None and len(thing) >= before + min(2, len(items)):
+                self._writer.write("existing", number=number)  # added in the window, and made before it
 
     # The thread, and forks
 
@@ -556,6 +589,13 @@ def _follow_forks(recorder: Recorder) -> None:
         after_in_parent=lambda: call("after_fork_in_parent"),
         after_in_child=lambda: call("after_fork_in_child"),
     )
+
+
+def _some(items: list[Any], most: int) -> list[Any]:
+    """At most so many of them, spread so that no period of the items is met again and again."""
+    if len(items) <= most:
+        return items
+    return [items[at] for at in sorted({int(number * _GOLDEN % 1 * len(items)) for number in range(most)})]
 
 
 def _smoothed(before: float | None, now: float) -> float:
