@@ -16,6 +16,7 @@
     │   ├── MissingPackage             missing-package
     │   ├── Unpicklable                unpicklable
     │   ├── BadArgument                bad-argument
+    │   ├── BadArgumentType            bad-argument-type
     │   ├── BadLimit                   bad-limit
     │   ├── ShareMismatch              share-mismatch
     │   └── ShareUnsupported           share-unsupported
@@ -65,7 +66,7 @@ see records/findings.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from legroom.messages import say, step_indent, step_label
@@ -92,7 +93,11 @@ class LegroomError(Exception):
         self.fix = tuple(fix)
 
     def __str__(self) -> str:
-        lines = [f"{self.what} [{self.code}]"]
+        code = f"[{self.code}]"
+        # torch makes the error of a worker again from the text of its traceback, which has all of this.
+        if "\n" in self.what and code in self.what and not self.why:
+            return self.what.rstrip("\n")
+        lines = [f"{self.what} {code}"]
         if self.why:
             lines.append(_hung(say("  why: "), self.why))
         lines.extend(_hung(step_label(step), step) for step in self.fix)
@@ -210,6 +215,12 @@ class BadArgument(UsageError, ValueError):
     code = "bad-argument"
 
 
+class BadArgumentType(UsageError, TypeError):
+    """An argument of a wrong type; a TypeError, as in torch."""
+
+    code = "bad-argument-type"
+
+
 class BadLimit(UsageError, ValueError):
     """An invalid GPU limit: zero, above the GPU's memory, or below what a CUDA context takes."""
 
@@ -300,9 +311,13 @@ class TransferDamaged(SourceError):
 
 
 class UnknownFormat(SourceError):
-    """The file's format is not supported."""
+    """The file's format is not supported; ``converts`` if the advice is to convert it to any format that is."""
 
     code = "unknown-format"
+
+    def __init__(self, what: str, *, why: str = "", fix: Sequence[str] = (), converts: bool = False) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.converts = converts
 
 
 class FormatPluginFailed(SourceError):
@@ -347,6 +362,8 @@ class DatasetOutOfMemory(DatasetFailed):
     code = "dataset-out-of-memory"
     pool: str = "ram"
     taken: int = 0  # bytes
+    found: bool = False  # the dataset could be imported
+    loader: Mapping[str, object] | None = None  # settings of the DataLoader that it was given as
 
 
 class StoreError(LegroomError):

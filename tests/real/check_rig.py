@@ -213,8 +213,9 @@ def check_command(setting: dict[str, Any], timeout: float = _CHECK_S) -> list[st
     """The question, as a user puts it; on a busy machine with more time."""
     command = [sys.executable, "-m", "legroom", "check", "--json", "--dataset", "check_player:dataset"]
     command += ["--batch", str(setting["batch"]), "--workers", str(setting["workers"])]
-    command += ["--prefetch", str(setting["prefetch"]), "--loader", setting["loader"]]
-    command += ["--start-method", setting["start_method"], "--timeout", f"{timeout:.0f}s"]
+    command += ["--loader", setting["loader"], "--timeout", f"{timeout:.0f}s"]
+    if setting["workers"]:
+        command += ["--prefetch", str(setting["prefetch"]), "--start-method", setting["start_method"]]
     if setting["collate"] != "default":
         command += ["--collate", "check_player:collate"]
     if setting["persistent"] and setting["workers"]:

@@ -112,7 +112,7 @@ def ask(data: Same, settings: dict[str, Any]) -> dict[str, Any]:
     """What `legroom.check` says of it beforehand."""
     import legroom
 
-    found = legroom.check(data, batch_size=SAMPLES, **{**settings, "prefetch_factor": settings["prefetch_factor"] or 2})
+    found = legroom.check(data, batch_size=SAMPLES, **settings)
     shm = [problem for problem in found.problems if problem.pool == "shm"]
     return {
         "verdict": found.verdict,

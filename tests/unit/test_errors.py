@@ -8,7 +8,7 @@ import re
 import pytest
 
 from legroom import errors
-from legroom.errors import LegroomError, MissingKey, NoRoom, UsageError
+from legroom.errors import LegroomError, MissingKey, NoRoom, RaggedBatch, UsageError
 from legroom.messages import cells, speak
 
 
@@ -58,3 +58,8 @@ def test_further_lines_stand_below_the_first(language: str) -> None:
     _, *lines = str(UsageError("x", why="A\nB", fix=("A\nB", "A"))).splitlines()
     columns = [cells(line[: line.index(line.lstrip()[-1])]) for line in lines]
     assert len(lines) == 5 and len(set(columns)) == 1, lines
+
+
+def test_an_error_that_torch_makes_again_from_a_traceback_has_its_code_once() -> None:
+    text = f"Caught RaggedBatch in DataLoader worker process 0.\nOriginal Traceback:\n{RaggedBatch('it broke', fix=('do',))}\n"
+    assert str(RaggedBatch(text)) == text.rstrip("\n") and text.count("[ragged-batch]") == 1

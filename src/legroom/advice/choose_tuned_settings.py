@@ -47,7 +47,7 @@ def preset(name: str | None) -> Preset:
     """The preset of that name; without a name, the default."""
     if name is None:
         return DEFAULT
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UsageError(
             say("unknown preset {name!r}", name=name),
             why=say("presets: {names}", names=listed(PRESETS)),

@@ -21,7 +21,7 @@ from legroom.advice.choose_tuned_settings import (
     workload,
 )
 from legroom.advice.memory_need_of_loaders_and_processes import need
-from legroom.messages import joined, phrase, say
+from legroom.messages import counted, joined, phrase, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine
 from legroom.records.settings_and_overrides import Lever, Settings
@@ -64,12 +64,19 @@ def _batch_bytes(measured: Measured, batch: int) -> str:
     return format_size(measured.batch_bytes * batch // measured.batch_size)
 
 
+def _ranks(count: int) -> str:
+    return counted(count, phrase("{count} rank"), phrase("{count} ranks"))
+
+
+def _sample_count(count: int) -> str:
+    return counted(count, phrase("{count} sample"), phrase("{count} samples"))
+
+
 def _accumulation(request: TuneRequest, choice: TunedChoice) -> str:
     batch, steps = choice.settings.batch_size, choice.together // choice.settings.batch_size
     return say(
-        "accumulation {steps}: {batch} × {steps} × {ranks} ranks = {effective} samples per optimizer "
-        "step, unchanged",
-        steps=steps, batch=batch, ranks=request.ranks, effective=batch * steps * request.ranks,
+        "accumulation {steps}: {batch} × {steps} × {ranks} = {samples} per optimizer step, unchanged",
+        steps=steps, batch=batch, ranks=_ranks(request.ranks), samples=_sample_count(batch * steps * request.ranks),
     )  # fmt: skip
 
 
@@ -87,9 +94,9 @@ def _workers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> s
     sample = milliseconds(measured.worker_seconds)
     if request.step.seconds:
         head = say(
-            "workers {workers}: {sample} per sample, {step} per training step of {batch} samples",
+            "workers {workers}: {sample} per sample, {step} per training step of {samples}",
             workers=candidate.num_workers, sample=sample, step=milliseconds(request.step.seconds),
-            batch=candidate.batch_size,
+            samples=_sample_count(candidate.batch_size),
         )  # fmt: skip
     else:
         head = say("workers {workers}: {sample} per sample", workers=candidate.num_workers, sample=sample)
@@ -145,9 +152,12 @@ def _prefetch(measured: Measured, choice: TunedChoice) -> str:
     idle = measured.transport.latency_seconds if measured.transport else 0.0
     return say(
         "prefetch {prefetch}: time per sample varies by {spread:.0%}, a worker without prefetch idles "
-        "{idle} per batch; {flights} batches in flight",
+        "{idle} per batch; {flights}",
         prefetch=candidate.prefetch_factor, spread=measured.spread, idle=milliseconds(idle),
-        flights=candidate.num_workers * candidate.prefetch_factor,
+        flights=counted(
+            candidate.num_workers * candidate.prefetch_factor,
+            phrase("{count} batch in flight"), phrase("{count} batches in flight"),
+        ),
     )  # fmt: skip
 
 
@@ -206,18 +216,16 @@ def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choi
     data = measured.rows * measured.sample_bytes * request.here
     room = int(ram.free * choice.bounds.share)
     figures = {
-        "rows": measured.rows, "each": format_size(measured.sample_bytes), "ranks": request.here,
-        "data": format_size(data), "room": format_size(room),
+        "samples": _sample_count(measured.rows), "each": format_size(measured.sample_bytes),
+        "ranks": _ranks(request.here), "data": format_size(data), "room": format_size(room),
     }  # fmt: skip
     if data > room:
         return True, say(
-            "low_memory on: {rows} samples × {each} × {ranks} ranks = {data}, more than the {room} of "
+            "low_memory on: {samples} × {each} × {ranks} = {data}, more than the {room} of "
             "RAM available: map or stream the data",
             **figures,
         )
-    return False, say(
-        "low_memory off: {rows} samples × {each} × {ranks} ranks = {data}, {room} of RAM available", **figures
-    )
+    return False, say("low_memory off: {samples} × {each} × {ranks} = {data}, {room} of RAM available", **figures)
 
 
 def _threads(machine: Machine, choice: TunedChoice) -> tuple[int, str]:

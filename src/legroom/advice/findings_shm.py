@@ -58,8 +58,8 @@ def too_small(machine: Machine) -> Iterator[Finding]:
             ),
             say(
                 "torch's DataLoader with 4 workers and prefetch_factor=2 keeps up to {flights} batches "
-                "in /dev/shm. A batch above {largest} fails with 'unable to allocate shared memory' or "
-                "'Bus error', however much RAM and GPU memory is free",
+                "in /dev/shm. With all {size} free, batches above {largest} fail with these settings: 'unable to "
+                "allocate shared memory' or 'Bus error', however much RAM and GPU memory is free",
                 **numbers,
             ),
             fix,
@@ -70,7 +70,9 @@ def too_small(machine: Machine) -> Iterator[Finding]:
             "warning",
             say("/dev/shm is {size}: small for multi-worker DataLoaders", **numbers),
             say(
-                "4 workers with prefetch_factor=2 keep up to {flights} batches there: at most {largest} each", **numbers
+                "4 workers with prefetch_factor=2 keep up to {flights} batches there: at most {largest} each, with all "
+                "{size} free",
+                **numbers,
             ),
             fix,
         )

@@ -13,7 +13,7 @@ from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
 from legroom.errors import UsageError
-from legroom.messages import say
+from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Pool
 from legroom.records.settings_and_overrides import Settings
@@ -35,8 +35,9 @@ def per_rank(batch: int, effective: int | None, ranks: int) -> int:
         near = say("{below} or {above}", below=below, above=below + step) if below else str(step)
         raise UsageError(
             say("an effective batch of {effective} cannot be kept", effective=effective),
-            why=say("batch {batch} × {ranks} ranks = {step} samples; {effective} is not a multiple of that",
-                    batch=batch, ranks=ranks, step=step, effective=effective),
+            why=say("batch {batch} × {ranks} = {samples}; {effective} is not a multiple of that",
+                    batch=batch, ranks=counted(ranks, phrase("{count} rank"), phrase("{count} ranks")),
+                    samples=counted(step, phrase("{count} sample"), phrase("{count} samples")), effective=effective),
             fix=(
                 say("use an effective batch of {near}", near=near),
                 say("or a batch size of {sizes}", sizes=_batches(batch, effective, ranks)),
@@ -283,8 +284,8 @@ def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) ->
         )
     if chosen.num_workers != asked.num_workers:
         why["num_workers"] = say(
-            "{new} workers instead of {old}: each worker has its own batches in memory",
-            new=chosen.num_workers,
+            "{workers} instead of {old}: each worker has its own batches in memory",
+            workers=counted(chosen.num_workers, phrase("{count} worker"), phrase("{count} workers")),
             old=asked.num_workers,
         )
     if accumulation > 1:
@@ -298,7 +299,7 @@ def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) ->
         ranks=chosen.ranks,
         num_workers=chosen.num_workers,
         prefetch_factor=chosen.prefetch_factor if chosen.num_workers else None,
-        persistent_workers=chosen.num_workers > 0,
+        persistent_workers=chosen.persistent_workers and chosen.num_workers > 0,
         pin_memory=chosen.pin_memory,
         loader_kind=chosen.loader_kind,
         why=why,

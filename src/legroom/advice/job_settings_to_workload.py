@@ -14,7 +14,7 @@ from itertools import cycle, islice
 from math import ceil
 
 from legroom.errors import UnsupportedData
-from legroom.messages import say
+from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings
 from legroom.records.workload import PlannedLoader, Workload
 from legroom.system.argument_checks import check_choice, check_integer
@@ -187,9 +187,17 @@ class DataRows:
         samples = check_integer("batch_size", samples, 1)
         name = os.path.basename(self.path)
         source = (
-            say("{samples} average rows of {path}", samples=samples, path=name)
+            say(
+                "{rows} of {path}",
+                path=name,
+                rows=counted(samples, phrase("{count} average row"), phrase("{count} average rows")),
+            )
             if self.uneven
-            else say("{samples} rows of {path} at their stored size", samples=samples, path=name)
+            else say(
+                "{rows} of {path}, as large as in the file",
+                path=name,
+                rows=counted(samples, phrase("{count} row"), phrase("{count} rows")),
+            )
         )
         return Batch(tuple(ceil(each * samples) for each in self.tensors), samples, source, self.rows)
 

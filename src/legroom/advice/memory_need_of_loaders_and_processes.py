@@ -538,15 +538,15 @@ def _text(demand: Demand, trial: LoaderTrial) -> str:
     workers = counted(demand.num_workers, phrase("{count} worker"), phrase("{count} workers"))
     if not trial.batches:
         return say("peak memory of {workers} before the first batch, plus a margin", workers=workers)
+    batches = counted(trial.batches, phrase("{count} batch per epoch"), phrase("{count} batches per epoch"))
     if trial.forked:
         return say(
-            "peak memory that a loop with {workers} adds to this process, {batches} batches per epoch, "
-            "plus a margin",
-            workers=workers, batches=trial.batches,
+            "peak memory that a loop with {workers} adds to this process, {batches}, plus a margin",
+            workers=workers, batches=batches,
         )  # fmt: skip
     return say(
-        "peak memory of the process and {workers}, {batches} batches per epoch, plus a margin",
-        workers=workers, batches=trial.batches,
+        "peak memory of the process and {workers}, {batches}, plus a margin",
+        workers=workers, batches=batches,
     )  # fmt: skip
 
 

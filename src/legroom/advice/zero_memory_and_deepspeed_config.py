@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from legroom.errors import UsageError
-from legroom.messages import listed, say
+from legroom.messages import counted, listed, phrase, say
 from legroom.records.settings_and_overrides import Settings
 from legroom.system.argument_checks import check_choice, check_integer
 
@@ -183,9 +183,10 @@ def _yaml(config: dict[str, Any], settings: Settings) -> str:
         "# accelerate launch --config_file THIS_FILE train.py",
         say(
             "# batch_size={batch} in each DataLoader, Accelerator(gradient_accumulation_steps={steps}): "
-            "{batch} × {steps} × {ranks} ranks = {effective} samples per optimizer step",
-            batch=settings.batch_size, steps=settings.accumulation, ranks=settings.ranks,
-            effective=settings.effective_batch,
+            "{batch} × {steps} × {ranks} = {samples} per optimizer step",
+            batch=settings.batch_size, steps=settings.accumulation,
+            ranks=counted(settings.ranks, phrase("{count} rank"), phrase("{count} ranks")),
+            samples=counted(settings.effective_batch, phrase("{count} sample"), phrase("{count} samples")),
         ),
         *(f"# export {name}={value}" for name, value in settings.environment().items()),
     ]  # fmt: skip

@@ -26,6 +26,7 @@ from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import joined, listed, phrase, say
 from legroom.records.cache_entry import Entry
 from legroom.records.finding_and_alarm import Finding
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
@@ -106,11 +107,10 @@ class CachedData(Mapping[str, Any]):
     def rows_of(self, name: str) -> Any:
         """As ``[]``, for reading row by row: columns of a table are not joined, and may be of any type."""
         contents = self._open()
-        found = None if name in contents.ragged or name in contents.arrays else self._column(name)
-        if found is None or name in self._tables:
+        column = isinstance(name, str) and name not in contents.ragged and name not in contents.arrays
+        if (found := self._column(name) if column else None) is None or name in self._tables:
             return self[name]
-        table, column = found
-        return table.rows(column)
+        return found[0].rows(found[1])
 
     def __contains__(self, name: object) -> bool:
         contents = self._open()
@@ -188,6 +188,7 @@ class CachedData(Mapping[str, Any]):
         names all are used. ``decode`` maps names to functions of one value, called where the row is read, before
         ``transform``: ``decode={"jpg": read_image}``. A row of ragged bytes is passed to it as ``bytes``.
         """
+        check_arguments(CachedData.dataset, locals(), ("decode",))
         with import_lock:
             from legroom.cache.torch_dataset import shared_dataset
 
@@ -196,6 +197,7 @@ class CachedData(Mapping[str, Any]):
 
     def ready(self, timeout: float | None = None) -> bool:
         """Wait until every page is mapped, so that the first epoch is as fast as the second."""
+        check_arguments(CachedData.ready, locals())
         prefault = self._open().prefault
         return True if prefault is None else prefault.wait(timeout)
 
@@ -573,8 +575,7 @@ class Ragged(Sequence[Any]):
         return _ragged, (self.offsets, self.values, self.text, self.shape, self.name)
 
     def __repr__(self) -> str:
-        kind = "texts" if self.text else f"rows of {self.values.dtype}"
-        return f"<Ragged: {len(self)} {kind}>"
+        return f"<Ragged: {len(self)} × {'text' if self.text else self.values.dtype}>"
 
 
 def _slices(edges: NDArray) -> Iterator[slice]:

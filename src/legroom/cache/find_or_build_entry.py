@@ -48,6 +48,7 @@ from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
+from legroom.system.argument_checks import check_path
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size
@@ -193,6 +194,8 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
         if isinstance(one, ObjectUrl):
             found.append(one)
             continue
+        if one in ("", b""):
+            check_path(say("the path"), one)
         text = os.fsdecode(one)
         if "\0" in text:
             content = isinstance(one, bytes)
@@ -243,11 +246,12 @@ def _named(path: Any) -> list[Where]:
     given = list(path) if listable else [path]
     for one in given:
         if not isinstance(one, (str, bytes, os.PathLike)):
-            raise _not_a_path(one)
+            raise not_a_path(one)
     return given
 
 
-def _not_a_path(given: object) -> UsageError:
+def not_a_path(given: object) -> UsageError:
+    """The error for what is given in place of a path."""
     fix = say("pass a path, a glob pattern or a list of paths")
     if hasattr(given, "read"):
         name = getattr(given, "name", None)
@@ -272,7 +276,7 @@ def _check(backing: str, hash: str) -> None:
         )
     if hash != "md5":
         source_stamps_and_digests.new_hasher(
-            hash if hash in source_stamps_and_digests.DIGITS else ""
+            hash if isinstance(hash, str) and hash in source_stamps_and_digests.DIGITS else ""
         )  # raises for an unknown name or a missing package
 
 

@@ -16,6 +16,7 @@ from legroom.cache.frozen_sequence_and_mapping import FrozenMapping, FrozenSeque
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import say
 from legroom.probe.copy_on_write import PAGE, CopiedMemory, share_of
+from legroom.system.argument_checks import check_arguments
 from legroom.units import format_size
 
 _SAMPLE = 256  # items of a container whose size is measured
@@ -69,6 +70,7 @@ def freeze_dataset(dataset: Any, *, at_least: int = _LEAST) -> tuple[FrozenAttri
         dataset: Any object with attributes, usually a torch Dataset.
         at_least: Leave what takes fewer bytes than this as Python objects.
     """
+    check_arguments(freeze_dataset, locals())
     done: dict[int, tuple[Any, FrozenAttribute]] = {}
     found = []
     for one in large_attributes(dataset, at_least=at_least):

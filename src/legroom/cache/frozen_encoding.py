@@ -58,6 +58,7 @@ class Encoder:
     def encode_all(self, items: Sequence[Any], paths: Callable[[int], str]) -> list[bytes]:
         """Encode several items. ``paths`` gives the path of each, for the error if one is refused."""
         self._foreign = False
+        found: list[bytes] | None = None
         try:
             if tuple in set(map(type, items)):
                 found = list(map(self._pack_item, items))
@@ -65,6 +66,7 @@ class Encoder:
                 found = list(map(self._pack, items, repeat(self._default), repeat(self._options)))
         except Exception:  # whatever a foreign type raises
             self._foreign = True
+        if found is None:  # outside of the except clause: a refusal names all that its reader needs
             found = [self._pack_or_carefully(item, paths, index) for index, item in enumerate(items)]
         if self._needs_care(items):
             return [self._carefully(item, paths(index)) for index, item in enumerate(items)]
@@ -74,7 +76,8 @@ class Encoder:
         try:
             return self._pack_item(item)
         except Exception:  # the careful way encodes or refuses it
-            return self._carefully(item, paths(index))
+            pass
+        return self._carefully(item, paths(index))
 
     def _pack_item(self, item: Any) -> bytes:
         if type(item) is tuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from legroom.charts.drawing import (
@@ -20,18 +21,20 @@ from legroom.charts.drawing import (
 )
 from legroom.messages import say
 from legroom.records.gpu_results import BatchFound
+from legroom.system.argument_checks import check_arguments
 from legroom.units import format_size
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 380, 84, 600, 76, 316
 
 
-def plot(found: BatchFound, path: str | Path | None = None) -> str:
+def plot(found: BatchFound, path: str | os.PathLike[str] | None = None) -> str:
     """Draw the trials of a batch-size search, the line fitted to them and the memory limit, as SVG.
 
     Args:
         found: What ``find_batch_size`` returned.
         path: A file to write the picture to as well.
     """
+    check_arguments(plot, locals())
     text = svg(batch_chart(found))
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")

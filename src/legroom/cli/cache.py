@@ -342,7 +342,8 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
             lines += _attribute_lines(array.attributes, "    ")
     for name, table in entry.tables.items():
         size = format_size(table.bytes)
-        told = say("{rows} rows: {columns}", rows=table.rows, columns=listed(map(shown, table.columns)))
+        rows = counted(table.rows, phrase("{count} row"), phrase("{count} rows"))
+        told = say("{rows}: {columns}", rows=rows, columns=listed(map(shown, table.columns)))
         lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
     lines.append("  " + _state(entry))
     for user in entry.users or ():

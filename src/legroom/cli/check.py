@@ -8,8 +8,17 @@ from typing import Any
 
 import click
 
-from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, settings_line, term_lines, verdict_lines
+from legroom.cli.memory_need_output import (
+    arguments,
+    note_lines,
+    plan_object,
+    pool_lines,
+    settings_line,
+    term_lines,
+    verdict_lines,
+)
 from legroom.cli.options import (
+    AT_LEAST_1,
     DURATION,
     SIZE,
     TRAINING_NEEDS,
@@ -17,23 +26,28 @@ from legroom.cli.options import (
     asked,
     refuse_beside,
     require_options,
+    require_workers,
     training_options,
     typed,
 )
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, steps
 from legroom.errors import UsageError
-from legroom.messages import cells, listed, say
+from legroom.messages import cells, counted, listed, phrase, say
 from legroom.records.workload import Plan
-from legroom.system.argument_checks import check_integer
 
 
 @click.command()
-@click.option("--batch", type=int, required=True, metavar="N", help="Batch size per rank (per device).")
+@click.option(
+    "--batch",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Batch size per rank (per device). Default: that of the DataLoader if --dataset is one.",
+)
 @click.option(
     "--dataset",
     metavar="MODULE:OBJECT",
     help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. A child "
-    "process loads samples from it.",
+    "process loads samples from it. Of a DataLoader, the settings apply that no option changes.",
 )
 @click.option(
     "--collate",
@@ -87,7 +101,7 @@ from legroom.system.argument_checks import check_integer
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    batch: int,
+    batch: int | None,
     dataset: str | None,
     collate: str | None,
     share: bool,
@@ -110,8 +124,14 @@ def command(
 
     Exits 1 if the DataLoader does not fit, 0 if it fits or the answer is unknown.
     """
+    if dataset is None and batch is None and training["data"] is None and training["sample_bytes"] is None:
+        raise click.UsageError(
+            say("give the dataset and the batch size: legroom check --dataset data:train_set --batch 64 --workers 4")
+        )
     refuse_beside("share", typed() - _OF_SHARE)
-    require_options(_NEEDS)
+    # A DataLoader may have workers: then they are not typed.
+    require_options({name: needed for name, needed in _NEEDS.items() if dataset is None or needed != WORKERS})
+    require_workers(dataset is not None)
     if share and dataset is not None:
         return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
@@ -123,6 +143,8 @@ def command(
             say("the size of a batch is unknown"),
             fix=(say("pass one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),),
         )
+    for name in _OF_LOADER - typed():  # as the DataLoader has it
+        training[name] = None
     found = check(
         dataset,
         batch_size=batch,
@@ -142,6 +164,7 @@ def command(
     return 1 if found.verdict == "too-big" else 0
 
 
+_OF_LOADER = {"workers", "prefetch", "persistent_workers", "pin_memory", "loader"}
 _OF_SHARE = {"share", "dataset", "collate", "batch", "timeout", "as_json", "lang"}
 _NEEDS = {
     **TRAINING_NEEDS, "share": ("dataset",), "collate": ("dataset",), "start_method": WORKERS,
@@ -149,19 +172,22 @@ _NEEDS = {
 }  # fmt: skip
 
 
-def _check_share(dataset: str, collate: str | None, batch: int, timeout: float, as_json: bool) -> int:
+def _check_share(dataset: str, collate: str | None, batch: int | None, timeout: float, as_json: bool) -> int:
     """Whether trainers can share batches of this dataset: 0 if they are the same in every process, else 1."""
     from legroom.loader.measure.compare_batches_made_twice import differing_parts
 
-    found = differing_parts(dataset, collate, check_integer("--batch", batch, 1), timeout)
+    found = differing_parts(dataset, collate, batch, timeout)
     if as_json:
         click.echo(json.dumps({"schema": "legroom.check.share/1", **found}, ensure_ascii=False))
     elif not found["differing"]:
-        told = say("{count} batches made in two processes are equal: they can be shared", count=found["batches"])
+        told = counted(
+            found["batches"], phrase("{count} batch made in two processes is equal: it can be shared"),
+            phrase("{count} batches made in two processes are equal: they can be shared"),
+        )  # fmt: skip
         click.echo(paragraph(told, "", "  "))
     else:
-        told = say("{count} of {all} batches differ when another process makes them", count=len(found["differing"]),
-                   all=found["batches"])  # fmt: skip
+        told = say("batches that differ when another process makes them: {count} of {all}",
+                   count=len(found["differing"]), all=found["batches"])  # fmt: skip
         click.echo(paragraph(told, "", "  "))
         for number, paths in found["differing"].items():
             parts = listed(f"batch{path}" for path in paths[:4])
@@ -181,6 +207,10 @@ def as_object(plan: Plan) -> dict[str, Any]:
         "at_least": list(plan.need.at_least),
         "largest_batch": plan.largest_batch,
         "findings": said,
+        "from_loader": dict(plan.from_loader),
+        "instead_of_loader": {
+            name: {"given": given, "own": own} for name, (given, own) in plan.instead_of_loader.items()
+        },
     }
 
 
@@ -188,6 +218,7 @@ def as_text(plan: Plan) -> str:
     """The verdict as text."""
     lines = [
         *verdict_lines(plan),
+        *_of_loader_lines(plan),
         *_settings_lines(plan),
         *steps(plan.fix),
         "",
@@ -200,6 +231,19 @@ def as_text(plan: Plan) -> str:
         *(line for finding in plan.findings for line in ("", *finding_lines(finding))),
     ]
     return "\n".join(lines)
+
+
+def _of_loader_lines(plan: Plan) -> list[str]:
+    lines = []
+    if plan.from_loader:
+        lines.append(labelled(say("  from the DataLoader: "), arguments(plan.from_loader)))
+    if plan.instead_of_loader:
+        both = listed(
+            say("{name}={given} (DataLoader: {own})", name=name, given=given, own=own)
+            for name, (given, own) in plan.instead_of_loader.items()
+        )
+        lines.append(labelled(say("  given by you: "), both))
+    return lines
 
 
 def _settings_lines(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ import click
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
 from legroom.advice.safe_settings_for_doctor import safe_settings
-from legroom.cli.options import WithEarlierNames, refuse_beside
+from legroom.cli.options import AT_LEAST_1, WithEarlierNames, refuse_beside
 from legroom.cli.pool_usage_bar import pool_line
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, shorten
 from legroom.errors import LegroomError
@@ -37,7 +37,7 @@ _MOST_HOLDERS = 5
     "--job",
     "job",
     cls=WithEarlierNames,
-    type=int,
+    type=AT_LEAST_1,
     metavar="PID",
     help="Also inspect this process and its children.",
 )
@@ -208,6 +208,12 @@ def _settings_lines(settings: tuple[SafeSettings, ...]) -> list[str]:
             size = say("batches up to {size}", size=format_size(row.max_batch_bytes))
         prefetch = "" if row.prefetch_factor is None else f", prefetch_factor={row.prefetch_factor}"
         lines.append(paragraph(size, f"  num_workers={row.num_workers}{prefetch}".ljust(36), " " * 36))
+    if any(row.max_batch_bytes is not None for row in settings):
+        text = say(
+            "these sizes leave 20 % of the free memory for other processes; legroom check measures your own settings, "
+            "and leaves no such reserve"
+        )
+        lines.append(paragraph(text, "  ", "  "))
     lines.append(paragraph(settings[-1].pin_why, "  ", "  "))
     return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from legroom.cli.pool_usage_bar import pool_line
@@ -96,6 +97,11 @@ def verdict_lines(plan: Plan) -> list[str]:
 def note_lines(plan: Plan) -> list[str]:
     """What the figures do not include."""
     return [labelled(say("  note: "), elide(note)) for note in plan.notes]
+
+
+def arguments(settings: Mapping[str, Any]) -> str:
+    """Settings of a DataLoader as its arguments; names of functions and samplers as they are."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def settings_line(settings: Settings) -> str:

@@ -249,7 +249,7 @@ def list_text(found: Sequence[NodeAnswer]) -> str:
     lines = [] if holders else [say("no node has an entry")]
     for (name, key, size), addresses in sorted(holders.items()):
         where = (
-            say("on all {count} nodes", count=len(found))
+            counted(len(found), phrase("on the only node"), phrase("on all {count} nodes"))
             if len(addresses) == len(found)
             else say(
                 "on {count} of {all} nodes: {names}", count=len(addresses), all=len(found), names=listed(addresses)

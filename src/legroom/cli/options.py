@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 from legroom.advice.job_settings_to_workload import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
 from legroom.messages import listed, say
+from legroom.system.argument_checks import check_integer
 from legroom.units import parse_count, parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -38,8 +39,46 @@ class Measure(ParamType):
             self.fail(say("{name}: {why}", name=problem.what, why=problem.fix[0]), param, ctx)
 
 
-SIZE = Measure("size", parse_size)
+_LEAST_BARE = 4096  # bytes: of a smaller number, a unit has probably been forgotten
+
+
+def _size(text: Any) -> int:
+    """A size in bytes; a small number without a unit is refused: 64 would be 64 bytes."""
+    size = parse_size(text)
+    if isinstance(text, str) and 0 < size < _LEAST_BARE and text.strip().replace(".", "", 1).isdecimal():
+        number = text.strip()
+        raise UsageError(
+            say("{number} has no unit", number=number),
+            fix=(say("write {number}MB, or {number}B for bytes", number=number),),
+        )
+    return size
+
+
+SIZE = Measure("size", _size)
 DURATION = Measure("duration", parse_duration)
+
+
+class Integer(ParamType):
+    """An integer with a lower bound."""
+
+    name = "integer"
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        name = param.name if param is not None and param.name else "value"
+        try:
+            return check_integer(name, int(value), self._least)
+        except ValueError:  # what was typed is no number
+            option = param.opts[0] if param is not None else name
+            text = say(
+                "{name} must be an integer >= {least} (got {value!r})", name=option, least=self._least, value=value
+            )
+            raise click.UsageError(text, ctx) from None
+
+
+AT_LEAST_0, AT_LEAST_1 = Integer(0), Integer(1)
 
 
 class EntryName(ParamType):
@@ -89,7 +128,8 @@ class WithEarlierNames(click.Option):
         return click.Option.get_help_record(shown, ctx)
 
 
-_COUNT_OF: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
+_COUNT_OF: dict[str, Any] = {"type": AT_LEAST_0, "metavar": "N", "show_default": True}
+_COUNT_OF_1: dict[str, Any] = {**_COUNT_OF, "type": AT_LEAST_1}
 _SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
 _OPTIONS = (
     click.option("--data", metavar="FILE",
@@ -98,7 +138,7 @@ _OPTIONS = (
     click.option("--keys", metavar="NAME,…", help="Use only these arrays or columns of the file (with --data)."),
     click.option("--sample-bytes", **_SIZE_OF, help="Size of one sample, for example 600KB (instead of --data)."),
     click.option("--workers", **_COUNT_OF, default=0, help="num_workers of the DataLoader."),
-    click.option("--prefetch", **_COUNT_OF, default=2, help="prefetch_factor of the DataLoader."),
+    click.option("--prefetch", **_COUNT_OF_1, default=2, help="prefetch_factor of the DataLoader."),
     click.option("--persistent-workers", is_flag=True, help="The DataLoader uses persistent_workers."),
     click.option("--pin-memory", is_flag=True, help="The DataLoader uses pin_memory."),
     click.option("--loader", show_default=True, type=click.Choice(["torch", "legroom"]), default="torch",
@@ -106,9 +146,9 @@ _OPTIONS = (
     click.option("--val-workers", **_COUNT_OF,
                  help="num_workers of a validation DataLoader that exists at the same time (with --batch). Default: "
                       "no validation DataLoader."),
-    click.option("--val-batch", **_COUNT_OF,
+    click.option("--val-batch", **_COUNT_OF_1,
                  help="Batch size of the validation DataLoader (with --val-workers).  [default: same as --batch]"),
-    click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
+    click.option("--ranks", **_COUNT_OF_1, default=1, help="Ranks (training processes) per job on this machine."),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "
                       "example 125M."),
@@ -125,6 +165,8 @@ TRAINING_NEEDS = {
     "keys": ("data",), "prefetch": WORKERS, "persistent_workers": WORKERS, "val_batch": ("val_workers",),
     "optimizer": ("params",), "dtype": ("params",),
 }  # fmt: skip
+
+_OF_WORKERS = {**TRAINING_NEEDS, "start_method": WORKERS}
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +202,21 @@ def require_options(needs: Mapping[str, tuple[str, ...]]) -> None:
         if name in given and given.isdisjoint(others):
             other = say(" or ").join(spelled[other] for other in others)
             raise click.UsageError(say("{option} needs {other}", option=spelled[name], other=other))
+
+
+def require_workers(from_loader: bool = False) -> None:
+    """Refuse settings of workers where none are typed; ``from_loader``: unless a DataLoader may have them."""
+    context = click.get_current_context()
+    given, spelled = typed(), _spelled(context)
+    if from_loader and "workers" not in given:
+        return
+    if any(context.params.get(name) for name in WORKERS):
+        return
+    for name in (one for one, needed in _OF_WORKERS.items() if one in given and needed == WORKERS):
+        raise click.UsageError(
+            say("{option} needs {workers} 1 or more: torch refuses it without workers", option=spelled[name],
+                workers=spelled["workers"])
+        )  # fmt: skip
 
 
 def refuse_beside(option: str, others: set[str]) -> None:

@@ -11,7 +11,16 @@ from legroom.advice.config_snippets_for_shm_size import KINDS
 from legroom.advice.config_snippets_for_shm_size import emit as snippet
 from legroom.cli.language_and_streams import extra_arguments
 from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, term_lines, verdict_lines
-from legroom.cli.options import SIZE, TRAINING_NEEDS, asked, refuse_beside, require_options, training_options
+from legroom.cli.options import (
+    AT_LEAST_1,
+    SIZE,
+    TRAINING_NEEDS,
+    asked,
+    refuse_beside,
+    require_options,
+    require_workers,
+    training_options,
+)
 from legroom.cli.text_layout import labelled, paragraph, shorten, steps
 from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records.workload import Job, Plan
@@ -27,18 +36,18 @@ def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, .
 
 
 @click.command()
-@click.option("--gpus", type=int, metavar="N", help="Number of GPUs; default: those on this machine.")
-@click.option("--jobs-per-gpu", type=int, metavar="N", default=1, show_default=True, help="Jobs on each GPU.")
+@click.option("--gpus", type=AT_LEAST_1, metavar="N", help="Number of GPUs; default: those on this machine.")
+@click.option("--jobs-per-gpu", type=AT_LEAST_1, metavar="N", default=1, show_default=True, help="Jobs on each GPU.")
 @click.option(
     "--measure",
-    type=int,
+    type=AT_LEAST_1,
     multiple=True,
     metavar="PID…",
     help="Measure running jobs and use their mean. Give one process ID per job: --measure 4711 4712.",
 )
 @click.argument("pids", nargs=-1, metavar="", callback=_process_ids)
 @click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches, and use their mean.")
-@click.option("--batch", type=int, metavar="N", help="Batch size per rank (with --data or --sample-bytes).")
+@click.option("--batch", type=AT_LEAST_1, metavar="N", help="Batch size per rank (with --data or --sample-bytes).")
 @click.option(
     "--shared", is_flag=True, help="Count one copy of the data file in /dev/shm that all jobs share (with --data)."
 )
@@ -113,6 +122,7 @@ def command(
     refuse_beside("measure", _OF_LOADER)
     refuse_beside("match", _OF_LOADER)
     require_options(_NEEDS)
+    require_workers()
     from legroom.loader.legroom_plan import plan
     from legroom.probe.host_files_and_syscalls import Host
 
@@ -275,7 +285,11 @@ def _size_lines(plan: Plan) -> list[str]:
         (say("recommended"), sizes.recommended),
         (say("conservative"), sizes.conservative),
     ):
-        times = say("{times:.1f} × the need", times=size / wanted) if wanted else say("no need")
+        if plan.others and wanted:
+            text = phrase("{times:.1f} × {together} (need + others)")
+            times = say(text, times=size / wanted, together=format_size(wanted))
+        else:
+            times = say("{times:.1f} × the need", times=size / wanted) if wanted else say("no need")
         lines.append(f"  {left(name, 13)}{format_size(size):>8}  {times}")
     return lines
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from legroom.cli.options import DURATION
+from legroom.cli.options import AT_LEAST_0, DURATION
 from legroom.cli.text_layout import width
 from legroom.errors import BadLimit, UsageError
 from legroom.messages import listed, say
@@ -30,7 +30,7 @@ _NEEDS = (
     "--retries",
     default=0,
     show_default=True,
-    type=click.IntRange(0),
+    type=AT_LEAST_0,
     metavar="N",
     help="After an out-of-memory failure, restart up to N times with settings that use less memory. For this, "
     "COMMAND needs flags that Legroom knows, such as --num_workers, or that you name with --flag. To lower the batch "

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
 import click
 
 from legroom.advice.zero_memory_and_deepspeed_config import Precision, ZeroRow, emit_training
-from legroom.cli.options import COUNT, DURATION, WithEarlierNames, refuse_beside, require_options, typed
-from legroom.cli.text_layout import paint, paragraph, steps
+from legroom.cli.memory_need_output import arguments
+from legroom.cli.options import AT_LEAST_1, COUNT, DURATION, WithEarlierNames, refuse_beside, require_options, typed
+from legroom.cli.text_layout import labelled, paint, paragraph, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
 from legroom.records.machine import Pool
@@ -30,11 +32,14 @@ from legroom.units import format_size, size_or_unknown
     help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set.",
 )
 @click.option(
-    "--batch", type=int, metavar="N", help="Batch size per rank (per device). Required unless --last is given."
+    "--batch",
+    type=AT_LEAST_1,
+    metavar="N",
+    help="Batch size per rank (per device). Default: that of the DataLoader if --dataset is one.",
 )
 @click.option(
     "--effective-batch",
-    type=int,
+    type=AT_LEAST_1,
     metavar="N",
     help="Samples per optimizer step over all ranks; set --world-size too. If tune lowers the batch size, it raises "
     "gradient accumulation to match.",
@@ -51,7 +56,7 @@ from legroom.units import format_size, size_or_unknown
     "--ranks",
     "ranks",
     cls=WithEarlierNames,
-    type=int,
+    type=AT_LEAST_1,
     default=1,
     show_default=True,
     metavar="N",
@@ -64,7 +69,7 @@ from legroom.units import format_size, size_or_unknown
     help="collate_fn. Default: if --dataset names a DataLoader, its collate_fn; otherwise torch's default.",
 )
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
-              help="Which DataLoader the script will use.")  # fmt: skip
+              help="Which DataLoader the script will use. If --dataset is a DataLoader: its own.")  # fmt: skip
 @click.option(
     "--preset",
     type=click.Choice(["development", "production", "cluster"]),
@@ -170,8 +175,6 @@ def command(
             )
             return 1
         ranks = ranks if "ranks" in typed() else found.ranks  # for --params
-    elif batch is None:
-        raise click.UsageError(say("--batch is required: the batch size per rank"))
     else:
         found = legroom_tune.tune_named(
             spec,
@@ -182,7 +185,7 @@ def command(
             collate=collate,
             preset=preset,
             climbing=climb,
-            kind=loader,
+            kind=loader if "loader" in typed() else None,
             by_hand=_pairs(by_hand, ranks),
             timeout=timeout,
         )
@@ -271,12 +274,23 @@ def _as_object(settings: Settings) -> dict[str, Any]:
     }
 
 
-def as_text(settings: Settings) -> str:
-    """The settings as text, one reason per line."""
-    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.loader().items())
+def _taken(settings: Settings, given: set[str]) -> dict[str, Any]:
+    """What was taken from the DataLoader that the dataset was given as; ``given``: the options that were typed."""
+    own = settings.measured.loader if settings.measured is not None else None
+    names = {"batch_size": "batch", "loader": "loader", "collate_fn": "collate"}
+    return {
+        name: own[name] for name, option in names.items()
+        if own is not None and option not in given and own[name] is not None
+    }  # fmt: skip
+
+
+def as_text(settings: Settings, taken: Mapping[str, Any]) -> str:
+    """The settings as text, one reason per line; ``taken``: those that are of a DataLoader."""
+    call = ", ".join(f"{name}={value!r}" for name, value in settings.loader().items())
     lines = [
         *_measured_lines(settings.measured),
-        paragraph(f"{_LOADERS[settings.loader_kind]}(dataset, {arguments})", "", "  "),
+        *([labelled(say("  from the DataLoader: ").lstrip(), arguments(taken))] if taken else []),
+        paragraph(f"{_LOADERS[settings.loader_kind]}(dataset, {call})", "", "  "),
         say("gradient accumulation {steps}", steps=settings.accumulation),
         *(f"{name}={value}" for name, value in settings.environment().items()),
         "",
@@ -341,16 +355,17 @@ def show(
     as_json: bool,
 ) -> None:
     """Print the settings or the launcher's file, and the ZeRO table."""
+    taken = _taken(settings, typed())
     text = emit and emit_training(emit, settings, zero=zero, offload=offload, precision=precision)
     if as_json:
-        report = _as_object(settings)
+        report = {**_as_object(settings), "from_loader": taken}
         if emit:
             report["emit"] = {"kind": emit, "text": text}
         if rows:
             report["zero"] = [asdict(row) for row in rows]
         click.echo(json.dumps(report, ensure_ascii=False))
         return
-    click.echo(text or as_text(settings))
+    click.echo(text or as_text(settings, taken))
     if rows:
         # Not part of the file on stdout.
         click.echo("\n" + zero_text(rows, ram), err=bool(emit))
@@ -374,7 +389,7 @@ def zero_text(rows: tuple[ZeroRow, ...], ram: Pool) -> str:
         if over:
             lines.append(
                 say(
-                    "{count} of these need more host memory than the {free} free here",
+                    "rows that need more host memory than the {free} free here: {count}",
                     free=format_size(ram.free), count=len(over),
                 )
             )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.language_and_streams import write_line
-from legroom.cli.options import DURATION, refuse_beside, typed
+from legroom.cli.options import AT_LEAST_0, AT_LEAST_1, DURATION, refuse_beside, typed
 from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--pid", type=int, metavar="PID", help="Watch one process and its children.")
+@click.option("--pid", type=AT_LEAST_1, metavar="PID", help="Watch one process and its children.")
 @click.option("--match", metavar="REGEX", help="Watch processes whose command line matches, and their children.")
 @click.option(
     "--interval", type=DURATION, default="1s", show_default=True, metavar="TIME", help="Time between readings."
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option(
     "--top",
-    type=click.IntRange(0),
+    type=AT_LEAST_0,
     default=5,
     show_default=True,
     metavar="N",

@@ -12,7 +12,8 @@ npy_reader                   .npy and .npz
 safetensors_reader           .safetensors
 torch_reader                 checkpoints of torch.save, without torch and without running pickled code
 token_reader                 flat token files with a dtype that the caller gives, and those of llm.c
-recognize_non_token_files    what a file given as flat tokens is instead: compressed, an archive, a pickle, text
+recognize_non_token_files    what a file given as flat tokens is instead: a pickle, text; how to convert CSV and JSON
+unsupported_file_types       types that are not read, and what to do: LFS pointers, HTML, images, gzip, GGUF
 megatron_reader              Megatron's .idx and .bin
 tar_reader                   WebDataset shards: the files of a tar archive, grouped into samples
 tar_headers                  the regular files in a tar archive: names, positions, sizes

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,31 +26,12 @@ from legroom.formats.plugin_formats import PluginFormat, find_plugin
 from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
+if TYPE_CHECKING:
+    from legroom.formats.unsupported_file_types import Unsupported
+
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
 MDS_FILE = "index.json"
 NAMES_READ = 10_000  # of a directory, to recognize it or to suggest a pattern
-_ZIP = b"PK\x03\x04", b"PK\x05\x06"
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip -k"),
-    b"BZh": ("bzip2", "bunzip2 -k"),
-    b"\xfd7zXZ": ("xz", "unxz -k"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-}
-_COMPRESSED_NAMES = [name for name, _ in _COMPRESSED.values()]
-_HINTS = {
-    b"\x80": (phrase("it looks like a pickle file; reading one runs code"), phrase("save the arrays with numpy.savez")),
-    b"FEA1": (phrase("it is Feather version 1"), phrase("rewrite it: pyarrow.feather.write_feather(table, path)")),
-    b"PARE": (phrase("it is Parquet with an encrypted footer"), phrase("write it without encryption")),
-    b"CDF\x01": (
-        phrase("it is netCDF 3"),
-        phrase("convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
-    ),
-    b"CDF\x02": (
-        phrase("it is netCDF 3"),
-        phrase("convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
-    ),
-    b"MATLAB 5": (phrase("it is a MATLAB 5 file"), phrase("save it in MATLAB with -v7.3, which is HDF5")),
-}
 
 # How our own formats are recognized.
 
@@ -108,14 +90,9 @@ def _is_tokens(one: Candidate) -> bool:
     """A flat token file has no marks: the caller's dtype says that it is one, unless it is something else."""
     if one.dtype is None:
         return False
-    other = lazy_import("legroom.formats.recognize_non_token_files").other_format(one.file, one.dtype)
-    if other in _COMPRESSED_NAMES or one.head.startswith(tuple(mark for mark in _HINTS if len(mark) > 2)):
-        raise _unknown(one)
-    if other is not None:
-        why = say(
-            "dtype={dtype!r} was given, but the file looks like {other}", dtype=dtype_name(one.dtype), other=other
-        )
-        raise _unknown(one, why)
+    found = lazy_import("legroom.formats.recognize_non_token_files").refused_as_tokens(one.file, one.dtype)
+    if found is not None:
+        raise _refused(one.path, found)
     return True
 
 
@@ -123,13 +100,13 @@ class _Contains:
     """Recognizes a directory by a name in it."""
 
     def __init__(self, *names: str) -> None:
-        self._names = names
+        self.names = names
 
     def __call__(self, path: Path) -> bool:
         return bool(self.marks(path))
 
     def marks(self, path: Path) -> list[str]:
-        return [name for name in self._names if os.path.lexists(path / name)]
+        return [name for name in self.names if os.path.lexists(path / name)]
 
 
 def _hf_dataset_files(path: Path) -> list[Path]:
@@ -344,6 +321,9 @@ def directory_format(path: Path) -> Format | PluginFormat:
     names = names_in(path)
     found = _data_endings(names)
     try:
+        other = lazy_import("legroom.formats.unsupported_file_types").unsupported_directory(path)
+        if other is not None:
+            raise not_a_dataset(path, other.why, *other.fix)
         if not found:
             images = lazy_import("legroom.formats.image_folder_reader")
             if any(names.values()):
@@ -386,34 +366,57 @@ def directory_files(path: Path) -> Sequence[Path] | None:
     return known.directory_files(path)
 
 
-def _unknown(candidate: Candidate, why: str = "") -> UnknownFormat:
-    path, head, given, fix = candidate.path, candidate.head, why, ""
-    if not why and head.startswith(_ZIP):
-        why, fix = say("it is a zip archive without .npy members"), say("extract it and pass one of its files")
-    for mark, (name, command) in _COMPRESSED.items():
-        if not why and head.startswith(mark):
-            why = say("the whole file is compressed with {name}", name=name)
-            fix = say("decompress it first: {command} {path}", command=command, path=path)
-    for mark, (reason, advice) in _HINTS.items():
-        if not why and head.startswith(mark):
-            why, fix = say(reason), say(advice, path=path)
-    text = None
-    if not why or given:
-        text = lazy_import("legroom.formats.recognize_non_token_files").text_format(candidate.file)
-    if text is not None:
-        why, fix = given or text.why, text.fix
-    flat = not given and text is None and (not why or head.startswith(b"\x80"))
-    shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
-    readable = listed(dict.fromkeys(map(_shown, FORMATS)))
+def _unknown(candidate: Candidate) -> UnknownFormat:
+    """The error for a file of another type, or of none that is known."""
+    path, head = candidate.path, candidate.head
+    found = _part_of_directory(path) or lazy_import("legroom.formats.unsupported_file_types").unsupported_type(
+        candidate.file
+    )
+    found = found or lazy_import("legroom.formats.recognize_non_token_files").text_format(candidate.file)
+    if found is not None:
+        return _refused(path, found)
+    fix = [say("convert it to one of: {readable}", readable=_readable()), _pass_dtype()]
+    if path.suffix == ".bin":
+        fix.append(
+            say("if it is a dataset of Megatron, put its .idx file beside it: {index}", index=path.with_suffix(".idx"))
+        )
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
-        why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
-        fix=(
-            *([fix] if fix else []),
-            say("convert it to one of: {readable}", readable=readable),
-            *([say("if it is a flat file of tokens, pass their type: dtype='uint16'")] if flat else []),
-        ),
+        why=say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" ")),
+        fix=fix,
+        converts=True,
     )
+
+
+def _refused(path: Path, found: Unsupported) -> UnknownFormat:
+    fix = list(found.fix)
+    if found.converts and not fix:
+        fix.append(say("convert it to one of: {readable}", readable=_readable()))
+    if found.may_be_tokens:
+        fix.append(_pass_dtype())
+    return UnknownFormat(
+        say("unsupported file format: {path}", path=path), why=found.why, fix=fix, converts=found.converts
+    )
+
+
+def _readable() -> str:
+    return listed(dict.fromkeys(map(_shown, FORMATS)))
+
+
+def _pass_dtype() -> str:
+    return say("if it is a flat file of tokens, pass their type: dtype='uint16'")
+
+
+def _part_of_directory(path: Path) -> Unsupported | None:
+    """What a file is by which a directory of one of our formats is recognized."""
+    for one in FORMATS:
+        if isinstance(one.recognizes_directory, _Contains) and path.name in one.recognizes_directory.names:
+            made: Unsupported = lazy_import("legroom.formats.unsupported_file_types").Unsupported(
+                say("it is a part of a directory: {format}", format=_shown(one)),
+                (say("pass the directory: {folder}", folder=path.parent),),
+            )
+            return made
+    return None
 
 
 def _shown(known: Format) -> str:

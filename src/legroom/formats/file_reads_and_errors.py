@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
 from legroom.errors import DamagedSource, SourceChanged, UnreadableSource
-from legroom.messages import say
+from legroom.messages import joined, say
+from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
 _MOST_AT_ONCE = 1 << 30  # macOS refuses reads of 2 GB and more
@@ -268,7 +269,7 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
             return UnreadableSource(
                 what,
                 why=say("it is a link to {target}, which does not exist", target=target),
-                fix=(say("restore the file the link points to, or point the link elsewhere"),),
+                fix=(_fetched_link(path, target),),
             )
         return UnreadableSource(
             what, why=say("no such file"), fix=(say("check the path:\nls {folder}", folder=path.parent),)
@@ -281,6 +282,24 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
         )
     reason = getattr(problem, "strerror", None) or str(problem)
     return UnreadableSource(what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=path),))
+
+
+def _fetched_link(path: Path, target: str) -> str:
+    """What to do about a link to a file that a program fetches: the cache of Hugging Face, git-annex."""
+    if "/annex/objects/" in target:
+        return say("fetch it in the clone:\ngit annex get {path}", path=path)
+    parts = path.parts
+    at = parts.index("snapshots") if "snapshots" in parts else 0
+    kind, *name = parts[at - 1].split("--") if at else ("",)
+    if kind not in ("models", "datasets", "spaces") or not name or len(parts) < at + 3:
+        return say("restore the file the link points to, or point the link elsewhere")
+    repo = "" if kind == "models" else f" --repo-type {kind[:-1]}"
+    file = "/".join(parts[at + 2 :])
+    return say(
+        "the cache of Hugging Face has lost it or is still downloading it; download it:\nhf download {repo} {file}",
+        repo="/".join(name),
+        file=file + repo,
+    )
 
 
 def _dangling(path: Path) -> str | None:
@@ -297,16 +316,14 @@ def _dangling(path: Path) -> str | None:
 
 def truncated(path: Path, needed: int, size: int) -> DamagedSource:
     """The error for a file that ends before its data."""
-    return DamagedSource(
-        say("{path} is truncated", path=path),
-        why=say(
-            "its data end at byte {needed}, but the file ends at byte {size} ({missing} missing)",
-            needed=needed,
-            size=size,
-            missing=format_size(max(0, needed - size)),
-        ),
-        fix=(say("copy or download the file again and compare its size with the original's"),),
+    why = say(
+        "its data end at byte {needed}, but the file ends at byte {size} ({missing} missing)",
+        needed=needed,
+        size=size,
+        missing=format_size(max(0, needed - size)),
     )
+    fix = say("copy or download the file again and compare its size with the original's")
+    return _damage(path, say("{path} is truncated", path=path), why, fix)
 
 
 def changed_while_read(path: object) -> SourceChanged:
@@ -320,9 +337,18 @@ def changed_while_read(path: object) -> SourceChanged:
 
 def damaged(path: Path, why: str) -> DamagedSource:
     """The error for a file that violates its format."""
-    return DamagedSource(
-        say("{path} is damaged", path=path), why=why, fix=(say("copy or download the file again, or recreate it"),)
-    )
+    fix = say("copy or download the file again, or recreate it")
+    return _damage(path, say("{path} is damaged", path=path), why, fix)
+
+
+def _damage(path: Path, what: str, why: str, fix: str) -> DamagedSource:
+    """The error, unless another file is in this one's place: a Git LFS pointer, a part of a download."""
+    found = lazy_import("legroom.formats.unsupported_file_types").stands_in(path)
+    if found is None:
+        return DamagedSource(what, why=why, fix=(fix,))
+    if found.by_name:
+        return DamagedSource(what, why=joined((why, found.why)), fix=found.fix)
+    return DamagedSource(say("cannot read {path}", path=path), why=found.why, fix=found.fix)
 
 
 def invalid_text(what: str, problem: UnicodeDecodeError, *fix: str) -> DamagedSource:

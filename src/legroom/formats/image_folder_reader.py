@@ -41,7 +41,9 @@ from legroom.messages import listed, say
 
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision has them
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
-_BESIDE_CLASSES = (".", "readme", "license")  # how names begin that may stand beside the directories of the classes
+# How names begin that may stand beside the directories of the classes.
+_BESIDE_CLASSES = (".", "readme", "license", "thumbs.db", "desktop.ini")
+_ADDED_BY_MACOS = "__MACOSX"  # its files are named as images, but have none
 _CLASSES_LOOKED_INTO = 3
 _READ = 1 << 20
 _NAME = 150  # bytes of a name, and of its place in a list, while its directory is listed
@@ -130,6 +132,11 @@ class ImageFolderReader(BaseReader):
         self._classes = sorted(self._listed("", counted)[0])
         if not self._classes or len(self._classes) > _MOST_CLASSES:
             raise self._refused(say("it has {count} subdirectories", count=len(self._classes)))
+        if _ADDED_BY_MACOS in self._classes:
+            fix = say("remove the directory if it is not a class: {folder}", folder=self.path / _ADDED_BY_MACOS)
+            raise self._refused(
+                say("{name} is what macOS adds to a zip archive, not a class", name=_ADDED_BY_MACOS), fix
+            )
         for number, name in enumerate(self._classes):
             self._add_class(number, name, counted)
         counted.add(24 * len(self._labels))
@@ -153,7 +160,8 @@ class ImageFolderReader(BaseReader):
                 if file.lower().endswith(IMAGES):
                     self._add_image(number, f"{folder}/{file}", counted)
         if len(self._labels) == before:
-            raise self._refused(say("class {name!r} has no image", name=name))
+            fix = say("remove the directory if it is not a class: {folder}", folder=self.path / name)
+            raise self._refused(say("class {name!r} has no image", name=name), fix)
 
     def _add_image(self, label: int, path: str, counted: GrowingMemory) -> None:
         text = _utf8(self.path, path)
@@ -238,11 +246,14 @@ class ImageFolderReader(BaseReader):
     def _close(self) -> None:
         self._root.close()
 
-    def _refused(self, why: str) -> UnreadableSource:
+    def _refused(self, why: str, *fix: str) -> UnreadableSource:
         return UnreadableSource(
             say("cannot read {path} as a folder of images", path=self.path),
             why=why,
-            fix=(say("pass a directory in which every subdirectory is a class with images: DIRECTORY/CLASS/1.jpg"),),
+            fix=(
+                *fix,
+                say("pass a directory in which every subdirectory is a class with images: DIRECTORY/CLASS/1.jpg"),
+            ),
         )
 
 

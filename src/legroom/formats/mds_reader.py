@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import LegroomError, UnsupportedData
+from legroom.errors import LegroomError, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
 from legroom.formats.decoding_memory_budget import UNLIMITED
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, truncated
@@ -92,6 +92,8 @@ class MdsReader(BaseReader):
 
     def _opened(self, shard: MdsShard, columns: Sequence[Column], counted: GrowingMemory) -> _OpenedShard:
         stored = self._stored(shard)
+        if not (self.path / stored.name).exists():
+            raise self._missing(stored)
         stats = self._root.stat(stored.name)
         if stats.st_size != stored.nbytes:
             if stats.st_size < stored.nbytes:
@@ -105,6 +107,16 @@ class MdsReader(BaseReader):
         opened = _OpenedShard(self, shard, stored, unpacked_stamp(packed_stamp(stats), 0))
         opened.find_values(columns, set(self._columns), counted)
         return opened
+
+    def _missing(self, stored: ShardFile) -> UnreadableSource:
+        return UnreadableSource(
+            say("{path} is not complete", path=self.path),
+            why=say("{index} lists the shard {name}, which is not in the directory", index=INDEX, name=stored.name),
+            fix=(
+                say("copy or download the directory again, with every shard in it"),
+                say("if shards are meant to be missing, remove them from {index}", index=self.path / INDEX),
+            ),
+        )
 
     def _stored(self, shard: MdsShard) -> ShardFile:
         """The shard's file as it is, or the compressed one if only that is there."""

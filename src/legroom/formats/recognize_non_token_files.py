@@ -1,38 +1,26 @@
-"""What a file recognizably is that Legroom does not read: compressed, a pickle, CSV, JSON, text, …
+"""What a file recognizably is that Legroom does not read: CSV, JSON, text, and what a file of flat tokens is instead.
 
-Formats that Legroom reads are recognized in detect.py. Tokens may look like anything by chance, so a mark of two bytes
-is not enough: a gzip header has a third one, a pickle is followed through its first instructions.
+Other types are in the table of unsupported_file_types.py. Tokens may look like anything by chance, so a mark of two
+bytes is not enough: a gzip header has a third one, a pickle is followed through its first instructions.
 """
 
 from __future__ import annotations
 
 import json
 import pickletools
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from legroom.formats.detect import dtype_name
 from legroom.formats.file_reads_and_errors import SourceFile
+from legroom.formats.unsupported_file_types import Unsupported, never_tokens, unsupported_type
 from legroom.messages import say
 
 _LLM_C_OTHER = (20240326, 20240327, 20240522)  # model weights, debug state, evaluation data
 _LOOK = 4096  # bytes at the start of a flat file in which other formats are recognized
-_MAGICS = {
-    b"\x1f\x8b\x08": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "lz4",
-    b"7z\xbc\xaf\x27\x1c": "7z",
-    b"GGUF": "GGUF",
-    b"\x89PNG\r\n": "PNG",
-    b"\xff\xd8\xff": "JPEG",
-    b"\x7fELF": "ELF",
-    b"SQLite format 3": "SQLite",
-    b"%PDF-": "PDF",
-}
 _OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 _LEAST_OPCODES = 8  # of a pickle; fewer may be chance
 _LINE = 1 << 20  # of text in a pickle
@@ -40,33 +28,31 @@ _BOM = b"\xef\xbb\xbf"  # at the start of text that Windows programs write
 _LINES = 20  # of text, in which columns are counted
 
 
-def other_format(file: SourceFile, dtype: str) -> str | None:
+def refused_as_tokens(file: SourceFile, dtype: str) -> Unsupported | None:
     """What a file is that was given as flat tokens of this type, if it is recognizably something else.
 
     Text is not tokens, unless they are its bytes.
     """
     head = file.read_at(0, min(_LOOK, file.size))
-    for mark, name in _MAGICS.items():
-        if head.startswith(mark):
-            return name
+    if (found := never_tokens(file)) is not None:
+        return found
     if len(head) >= 8 and int.from_bytes(head[:4], "little") in _LLM_C_OTHER:
-        return say("a file of llm.c that holds no tokens")
+        return _looks_like(say("a file of llm.c that holds no tokens"), dtype)
     if _is_pickle(file):
-        return "pickle"
+        return _looks_like("pickle", dtype)
     if np.dtype(dtype).itemsize > 1 and _is_text(head):
-        return say("text")
+        text = text_format(file)
+        fix = text.fix if text is not None else ()
+        return unsupported_type(file) or replace(_looks_like(say("text"), dtype), fix=fix)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class TextFormat:
-    """A format of text that is not read, and how to convert it."""
-
-    why: str
-    fix: str
+def _looks_like(other: str, dtype: str) -> Unsupported:
+    why = say("dtype={dtype!r} was given, but the file looks like {other}", dtype=dtype_name(dtype), other=other)
+    return Unsupported(why, (), converts=True)
 
 
-def text_format(file: SourceFile) -> TextFormat | None:
+def text_format(file: SourceFile) -> Unsupported | None:
     """CSV, JSON, JSON Lines or other text; None if the file is not text."""
     head = file.read_at(0, min(_LOOK, file.size))
     if not _is_text(head):
@@ -77,26 +63,30 @@ def text_format(file: SourceFile) -> TextFormat | None:
     lines = [line for line in lines if line.strip()]
     first = lines[0].strip() if lines else ""
     if first.startswith("[") or (first.startswith("{") and not _is_json(first)):
-        return TextFormat(
+        return _text(
             say("it is a JSON file, and JSON is not read"),
             _parquet(file.path, "json, pyarrow, pyarrow.parquet", "pyarrow.Table.from_pylist(json.load(open({path})))"),
         )
     if first.startswith("{"):
-        return TextFormat(
+        return _text(
             say("it is a JSON Lines file, and JSON is not read"),
             _parquet(file.path, "pyarrow.json, pyarrow.parquet", "pyarrow.json.read_json({path})"),
         )
     delimiter = _delimiter(lines)
     if delimiter is None:
-        return TextFormat(
+        return _text(
             say("it is a text file, and text is not read"),
             say("write its token IDs to a file with numpy.save; for its bytes as tokens, pass dtype='uint8'"),
         )
     options = "" if delimiter == "," else f", parse_options=pyarrow.csv.ParseOptions(delimiter={delimiter!r})"
-    return TextFormat(
+    return _text(
         say("it is a CSV file, and CSV is not read"),
         _parquet(file.path, "pyarrow.csv, pyarrow.parquet", f"pyarrow.csv.read_csv({{path}}{options})"),
     )
+
+
+def _text(why: str, fix: str) -> Unsupported:
+    return Unsupported(why, (fix,), converts=True)
 
 
 def _parquet(path: Path, modules: str, table: str) -> str:

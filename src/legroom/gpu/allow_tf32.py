@@ -13,6 +13,7 @@ from typing import Any
 from legroom.gpu.torch_cuda_device import import_torch
 from legroom.messages import say
 from legroom.records.gpu_results import Tf32
+from legroom.system.argument_checks import check_arguments
 
 _FIRST_CAPABILITY = 8  # TF32 came with compute capability 8.0 (Ampere)
 
@@ -24,7 +25,8 @@ def tf32(on: bool = True, *, device: Any = None) -> Tf32:
         on: Whether TF32 is allowed.
         device: The GPU to check for TF32 support; None is the current one.
     """
-    return set_tf32(import_torch(), on, device)
+    check_arguments(tf32, locals())
+    return set_tf32(import_torch(), bool(on), device)
 
 
 def set_tf32(torch: Any, on: bool, device: Any = None) -> Tf32:

@@ -22,6 +22,7 @@ from legroom.gpu.model_call_loss_and_batch_split import (
 from legroom.gpu.torch_cuda_device import import_torch
 from legroom.messages import say
 from legroom.records.gpu_results import Advice, Estimate, Saving
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import import_lock
 
 # The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.
@@ -43,6 +44,7 @@ def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | Non
         optimizer: Its state is part of the peak; None: no state.
         loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
+    check_arguments(estimate, locals())
     import_torch()
     with import_lock:
         from legroom.gpu.fake_tensor_trace import NotTraceable, run_small_steps, trace_step
@@ -89,6 +91,7 @@ def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None 
         optimizer: Its state is part of the peak; None: no state.
         loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
+    check_arguments(advise, locals())
     torch = import_torch()
     with import_lock:
         from legroom.gpu.fake_tensor_trace import NotTraceable, trace_step

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from legroom.errors import DoesNotFit, TrialFailed, UsageError
-from legroom.gpu.model_call_loss_and_batch_split import count_samples, split_batch
+from legroom.gpu.model_call_loss_and_batch_split import check_model, count_samples, split_batch
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.messages import counted, phrase, say
+from legroom.system.argument_checks import check_arguments, check_integer
 
 Kind = Literal["gpu", "host"]
 
@@ -108,6 +109,9 @@ def on_oom(
             why=say("the losses of micro-batches are weighted by it"),
             fix=(say("pass 'mean' if the loss is a mean over samples, 'sum' if it is a sum"),),
         )
+    check_arguments(on_oom, locals())
+    check_model(model, None)
+    smallest = check_integer("smallest", smallest, 1)
     return lambda loss_of: MicroBatchLoss(loss_of, model, reduction, smallest, cut or split_batch)
 
 
@@ -117,6 +121,7 @@ class MicroBatchLoss:
     def __init__(
         self, loss_of: LossFunction, model: Any, reduction: str, smallest: int, cut: Callable[[Any, int], list[Any]]
     ) -> None:
+        check_arguments(MicroBatchLoss.__init__, locals())
         functools.update_wrapper(self, loss_of)
         self._loss_of, self._model, self._cut = loss_of, model, cut
         self._mean, self._smallest = reduction == "mean", smallest

@@ -25,7 +25,7 @@ from legroom.gpu.torch_cuda_device import import_torch, open_device, why_no_cuda
 from legroom.messages import say
 from legroom.probe.ram_swap_and_pressure import free_memory
 from legroom.records.gpu_results import BatchFound, Trial
-from legroom.system.argument_checks import check_integer
+from legroom.system.argument_checks import check_arguments, check_integer
 from legroom.units import format_size
 
 MOST_TRIALS = 6
@@ -73,7 +73,8 @@ def find_batch_size(
         device: The GPU; None is the current one, or the CPU if there is none.
         keep: Models and optimizers whose state is restored afterwards: trials are real steps and train.
     """
-    _check(step, isolate, margin, max_batch, effective_batch)
+    check_arguments(find_batch_size, locals(), ("step", "isolate"))
+    _check(step, isolate, margin, max_batch, effective_batch, keep)
     ranks = RankConsensus()
     ranks.require_equal(
         max_batch=max_batch or 0, effective_batch=effective_batch or 0, margin=round(margin * 1_000_000)
@@ -106,16 +107,20 @@ def find_batch_size(
     )
 
 
-def _check(step: object, isolate: str | None, margin: float, max_batch: int | None, effective: int | None) -> None:
+def _check(
+    step: object, isolate: str | None, margin: float, max_batch: int | None, effective: int | None, keep: Sequence[Any]
+) -> None:
     wrong = None
     if (step is None) == (isolate is None):
         wrong = say("exactly one of step and isolate='module:factory' is needed")
     elif isolate is None and not callable(step):
         wrong = say("step is not callable (got {kind})", kind=type(step).__name__)
-    elif isolate is not None and not all(isolate.partition(":")):
+    elif isolate is not None and not (isinstance(isolate, str) and all(isolate.partition(":"))):
         wrong = say("isolate must have the form 'module:factory' (got {isolate!r})", isolate=isolate)
     elif not 0 <= margin < 1:
         wrong = say("margin must be at least 0 and below 1 (got {margin})", margin=margin)
+    elif lacking := [type(one).__name__ for one in keep if not hasattr(one, "state_dict")]:
+        wrong = say("keep must be a list of models and optimizers: a {kind} has no state_dict()", kind=lacking[0])
     for name, value in (("max_batch", max_batch), ("effective_batch", effective)):
         if value is not None:
             check_integer(name, value, 1)

@@ -60,7 +60,14 @@ def open_device(device: Any, purpose: str, torch: Any = None) -> CudaDevice:
     why = why_no_cuda(torch)
     if why is not None:
         raise NoCuda(say("no CUDA device: cannot {purpose}", purpose=purpose), why=why, fix=tuple(map(say, _FIX)))
-    chosen = torch.device("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
+    try:
+        chosen = torch.device("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise UsageError(
+            say("{device!r} is not a device", device=device),
+            why=str(problem).partition("\n")[0],
+            fix=(say("pass device='cuda', 'cuda:1' or an index"),),
+        ) from None
     if chosen.type != "cuda":
         raise UsageError(
             say("{device} is not a CUDA device", device=chosen),

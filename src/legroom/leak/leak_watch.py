@@ -18,6 +18,7 @@ from legroom.leak.leak_report import leak_page, report_lines
 from legroom.leak.record_files import read_directory
 from legroom.messages import say
 from legroom.records.memory_growth import GrowingSite, LeakReport
+from legroom.system.argument_checks import check_arguments
 from legroom.system.atomic_file import replace_file
 
 
@@ -84,6 +85,7 @@ class LeakWatch:
 
     def page(self, path: str | os.PathLike[str]) -> None:
         """Write the report as a page with a chart over steps."""
+        check_arguments(LeakWatch.page, locals())
         replace_file(path, leak_page(self.report()))
 
     def __str__(self) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from legroom.advice.findings_copy_on_write import copied_attributes, finding_of_
 from legroom.advice.fit_on_machine import fit, fits, judged, largest_batch, largest_settings
 from legroom.advice.job_settings_to_workload import Batch, Demand, batch_of, data_rows
 from legroom.advice.memory_need_of_loaders_and_processes import (
-    SPARE,
     calibrated,
     collected,
     may_grow,
@@ -29,17 +27,19 @@ from legroom.advice.memory_need_of_loaders_and_processes import (
     without_overlap,
 )
 from legroom.errors import DatasetOutOfMemory, UsageError
+from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
 from legroom.loader.measure.memory_guard_script import RESERVE
-from legroom.loader.measure_process_memory import bare_process, idle_worker, private_bytes
+from legroom.loader.measure_process_memory import private_bytes, with_bare_processes
 from legroom.loader.measure_process_memory import start_method as default_start_method
-from legroom.messages import say
+from legroom.loader.settings_of_checked_dataloader import ANY_LOADER, settings_to_check, taken_from_dataloader
+from legroom.messages import counted, phrase, say
 from legroom.probe.filesystems_and_cgroups import disk_at
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records.finding_and_alarm import Finding
 from legroom.records.machine import Machine, Pool
 from legroom.records.workload import LoaderTrial, Measured, Need, Plan, Term
-from legroom.system.argument_checks import check_integer
+from legroom.system.argument_checks import check_arguments, check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import malloc_trim
 from legroom.units import format_size, parse_size
@@ -48,17 +48,20 @@ _TIMEOUT = 60.0
 _LEAST_S = 1.0  # for the trial run, however long the measurement took
 _TRIAL_S = 8.0  # for the batches of a trial run, beyond the few that it needs
 
+# These have checks of their own: sizes, and what `Demand` checks.
+_CHECKED = ("sample_bytes", "per_process", "process_ram", "checkpoint_bytes", "optimizer", "dtype")
+
 
 def check(
     dataset: Any = None,
     *,
-    batch_size: int,
-    num_workers: int = 0,
-    prefetch_factor: int = 2,
-    persistent_workers: bool = False,
-    pin_memory: bool = False,
+    batch_size: int | None = None,
+    num_workers: int | None = None,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool | None = None,
+    pin_memory: bool | None = None,
     collate_fn: Callable[[Any], Any] | str | None = None,
-    loader: Literal["torch", "legroom"] = "torch",
+    loader: Literal["torch", "legroom"] | None = None,
     data: str | os.PathLike[str] | None = None,
     keys: str | Iterable[str] | None = None,
     sample_bytes: int | str | None = None,
@@ -80,20 +83,23 @@ def check(
     """Predict whether a training run with these settings fits on this machine now.
 
     ``verdict`` is ``fits``, ``too-big`` or ``unknown``. The size of a batch comes from ``dataset`` (an object, or
-    ``"module:object"``), from the header of a ``data`` file, or from ``sample_bytes``. Sizes are bytes or strings
-    such as ``"64MB"``. On Linux one child process reads samples and another runs the DataLoader; both are stopped
+    ``"module:object"``), from the header of a ``data`` file, or from ``sample_bytes``. If ``dataset`` is a DataLoader,
+    settings that are not given are its own. Sizes are bytes or strings such as ``"64MB"``.
+
+    On Linux one child process reads samples and another runs the DataLoader; both are stopped
     before memory runs out. For a dataset object they are forks of this process, and the need is what the DataLoader
     adds to it.
 
     Args:
-        dataset: A dataset, or its name as ``"module:object"``: the most accurate source.
-        batch_size: Samples per batch.
-        num_workers: ``num_workers`` of the DataLoader.
+        dataset: A dataset or a DataLoader, or its name as ``"module:object"``: the most accurate source.
+        batch_size: Samples per batch; None: that of the DataLoader.
+        num_workers: ``num_workers`` of the DataLoader; None: as ``dataset`` has it, else torch's default. So are the
+            next three.
         prefetch_factor: ``prefetch_factor`` of the DataLoader.
         persistent_workers: ``persistent_workers`` of the DataLoader.
         pin_memory: ``pin_memory`` of the DataLoader.
-        collate_fn: The collate function, or its name; None is torch's ``default_collate``.
-        loader: The DataLoader that will run: ``"torch"`` or ``"legroom"``.
+        collate_fn: The collate function, or its name; None: that of the DataLoader, or torch's ``default_collate``.
+        loader: The DataLoader that will run: ``"torch"`` or ``"legroom"``; None: as ``dataset`` is, else torch's.
         data: A data file; only its header is read.
         keys: Use only these arrays of the file.
         sample_bytes: Size of one sample.
@@ -107,11 +113,13 @@ def check(
         dtype: Data type of those parameters.
         checkpoint_dir: Directory for checkpoints; free space on its disk is compared with ``checkpoint_bytes``.
         checkpoint_bytes: Size of all checkpoints that one process keeps.
-        start_method: Start method of the workers; None: Python's default.
+        start_method: Start method of the workers; None: that of the DataLoader, or Python's default.
         timeout: Time limit in seconds for reading samples and the trial run together; then the verdict is ``unknown``.
         host: The machine to read; None is this one.
         leaving: This process exits before the training run starts, so its memory counts as free.
     """
+    check_arguments(check, locals(), _CHECKED)
+    timeout = check_seconds("timeout", timeout)
     host = host or Host()
     checkpoint = parse_size(checkpoint_bytes)
     if checkpoint and checkpoint_dir is None:
@@ -120,13 +128,32 @@ def check(
             fix=(say("also pass checkpoint_dir (--checkpoint-dir)"),),
         )
     _require_directory(host, checkpoint_dir)
-    demand = Demand(
-        num_workers=num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
-        pin_memory=pin_memory, loader_kind=loader, multiprocessing_context=start_method, val_batch=val_batch,
-        val_workers=val_workers, ranks=ranks, per_process=None if per_process is None else parse_size(per_process),
-        process_ram=None if process_ram is None else parse_size(process_ram), params=params,
-        optimizer=optimizer, dtype=dtype, checkpoint=checkpoint,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "batch_size": batch_size, "num_workers": num_workers, "prefetch_factor": prefetch_factor,
+        "persistent_workers": persistent_workers, "pin_memory": pin_memory, "loader": loader,
+        "start_method": start_method, "collate_fn": collate_fn,
+    }  # fmt: skip
+
+    def demanded(own: Mapping[str, Any] | None) -> Demand:
+        """The job, with the settings of that DataLoader where none are given."""
+        chosen = settings_to_check(given, own, val_workers)
+        return Demand(
+            num_workers=chosen["num_workers"], prefetch_factor=chosen["prefetch_factor"],
+            persistent_workers=chosen["persistent_workers"], pin_memory=chosen["pin_memory"],
+            loader_kind=chosen["loader"], multiprocessing_context=chosen["start_method"], val_batch=val_batch,
+            val_workers=val_workers, ranks=ranks, per_process=None if per_process is None else parse_size(per_process),
+            process_ram=None if process_ram is None else parse_size(process_ram), params=params,
+            optimizer=optimizer, dtype=dtype, checkpoint=checkpoint,
+        )  # fmt: skip
+
+    # Wrong numbers are refused before anything is imported, and again when the settings of the DataLoader are known.
+    for name, least in _COUNTS.items():
+        if given[name] is not None:
+            given[name] = check_integer(name, given[name], least)
+    opened = FoundDataset(dataset, None) if isinstance(dataset, str) else open_loader(dataset)
+    own: Mapping[str, Any] | None = opened.settings
+    known = not isinstance(dataset, str)
+    demand = demanded(own if known else ANY_LOADER)
     deadline = time.monotonic() + timeout
     measured: Measured | None = None
     trial: LoaderTrial | None = None
@@ -137,23 +164,31 @@ def check(
         _require_dataset_alone(data, sample_bytes)
         try:
             if leaving and (before := _tried_before(dataset, timeout)):
-                measured, trial = before
+                measured, own, trial = before
             else:
-                measured, tries = _measure(dataset, batch_size, collate_fn, demand, timeout, here=here)
+                measured, tries = _measure(opened, batch_size, collate_fn, start_method, timeout, here=here)
+                own = measured.loader
+            known = True
         except DatasetOutOfMemory as problem:  # measuring needs more than the trial run, which decides
-            if not here:
+            if not known:
+                own, known = problem.loader, problem.found
+            if not here or (batch_size is None and not known):
                 return _dataset_does_not_fit(_machine_for_run(host, leaving=False), problem)
+        demand, batch_size = demanded(own), chosen_batch_size(given["batch_size"], own)
         malloc_trim()  # the samples are not needed any more, and must not be counted
-        batch = _measured_batch(measured, batch_size)
+        batch = _measured_batch(measured, batch_size, ranks)
         demand = _with_processes(demand, measured, named=isinstance(dataset, str))
     else:
+        if batch_size is None:
+            raise UsageError(say("the batch size is missing"), fix=(say("pass batch_size="),))
         batch = _given_batch(data, keys, sample_bytes, batch_size)
         if here and leaving and (before := _tried_before("", timeout)):
-            _, trial = before
+            _, _, trial = before
     machine = _with_checkpoints(_machine_for_run(host, leaving=leaving and here), host, checkpoint_dir)
     if trial is None and here and tries and _one_batch_fits(batch, machine):
         left = max(_LEAST_S, deadline - time.monotonic())
-        trial = _tried(dataset, collate_fn, demand, batch, measured, left, leaving=leaving)
+        trial = _tried(opened, collate_fn, demand, batch, measured, left, own=own if known else None, known=known,
+                       leaving=leaving)  # fmt: skip
     if trial is None:
         if dataset is None and here:
             demand = with_bare_processes(demand, timeout)
@@ -163,6 +198,7 @@ def check(
         verdict, batch = _judged_by_trial(demand, batch, trial, machine, _seconds(measured, batch))
     fitting = None if trial is None else verdict.verdict == "fits"
     known = dataset is None or measured is not None  # whether the need of other settings is known
+    taken, replaced = taken_from_dataloader(given, own, demand)
     return replace(
         verdict,
         fix=(*_suggest_legroom_loader(demand, batch, machine, verdict), *verdict.fix),
@@ -171,7 +207,12 @@ def check(
         notes=(*verdict.notes, *_notes(demand, measured, data, trial, verdict.need, tries=tries or not here)),
         machine=machine,
         findings=_findings(demand, trial),
+        from_loader=taken,
+        instead_of_loader=replaced,
     )
+
+
+_COUNTS = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
 
 
 def _largest_batch(demand: Demand, batch: Batch, machine: Machine, verdict: Plan) -> int | None:
@@ -186,14 +227,15 @@ def _findings(demand: Demand, trial: LoaderTrial | None) -> tuple[Finding, ...]:
     return (finding_of_dataset(copied, demand.num_workers),) if copied else ()
 
 
-def _measured_batch(measured: Measured | None, batch_size: int) -> Batch:
+def _measured_batch(measured: Measured | None, batch_size: int, ranks: int) -> Batch:
     if measured is None:
         return Batch((0,), batch_size, say("not measured: too little free memory"))
+    rows = measured.rows_of(ranks)
     drawn = Batch(
-        measured.tensors, measured.batch_size, measured.source, measured.rows, measured.making, measured.each,
+        measured.tensors, measured.batch_size, measured.source, rows, measured.making, measured.each,
         measured.other_bytes,
     )  # fmt: skip
-    return drawn.of(_samples_in(batch_size, measured.rows))
+    return drawn.of(_samples_in(batch_size, rows))
 
 
 def _dataset_does_not_fit(machine: Machine, problem: DatasetOutOfMemory) -> Plan:
@@ -234,7 +276,7 @@ def _one_batch_fits(batch: Batch, machine: Machine) -> bool:
     return ram is None or ram.free is None or sum(batch.tensors) < ram.free
 
 
-def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, LoaderTrial] | None:
+def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, Mapping[str, Any] | None, LoaderTrial] | None:
     with import_lock:
         from legroom.loader.measure.start_dataloader_trial import tried_before
 
@@ -242,16 +284,22 @@ def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, Loader
 
 
 def _tried(
-    dataset: Any,
+    opened: FoundDataset,
     collate: Any,
     demand: Demand,
     batch: Batch,
     measured: Measured | None,
     timeout: float,
     *,
+    own: Mapping[str, Any] | None,
+    known: bool,
     leaving: bool,
 ) -> LoaderTrial | None:
-    """A trial run of the dataset, or of tensors of the given sizes; None if torch is not installed."""
+    """A trial run of the dataset, or of tensors of the given sizes; None if torch is not installed.
+
+    ``own``: the settings of the DataLoader that the dataset is given as, if that is ``known``.
+    """
+    dataset = opened.dataset
     with import_lock:
         from legroom.loader.measure.start_dataloader_trial import try_named, try_object, why_not
 
@@ -268,8 +316,11 @@ def _tried(
         "batch_seconds": sum(_seconds(measured, batch)), "pause_seconds": timeout / 3, "longer_seconds": timeout / 8,
     }  # fmt: skip
     if dataset is not None and not isinstance(dataset, str):
-        return try_object(dataset, collate, timeout=timeout, **settings)
-    return try_named(dataset or "", collate, timeout=timeout, leaving=leaving, measured=measured, **settings, **tensors)
+        return try_object(replace(opened, collate_fn=collate or opened.collate_fn), timeout=timeout, **settings)
+    return try_named(
+        dataset or "", collate, timeout=timeout, leaving=leaving, measured=measured, own=own, known=known, **settings,
+        **tensors,
+    )  # fmt: skip
 
 
 def _seconds(measured: Measured | None, batch: Batch) -> tuple[float, float]:
@@ -330,10 +381,11 @@ def _judged_by_trial(
     ram = machine.pool("ram")
     if more is None or (ram is not None and ram.free is not None and taken.ram + more > ram.free):
         why = say(
-            "memory grew by {grown} over the last {count} batches of the trial run and did not level "
+            "memory grew by {grown} over the last {batches} of the trial run and did not level "
             "off: the need of {need} may be too low by {more}",
-            grown=format_size(trial.growth), count=trial.growth_batches, need=format_size(taken.ram),
+            grown=format_size(trial.growth), need=format_size(taken.ram),
             more=say("any amount") if more is None else format_size(more),
+            batches=counted(trial.growth_batches, phrase("{count} batch"), phrase("{count} batches")),
         )  # fmt: skip
         return _unknown(verdict, "ram", "still-growing", why), batch
     return verdict, batch
@@ -378,20 +430,20 @@ def _require_dataset_alone(data: object, sample_bytes: object) -> None:
 
 
 def _measure(
-    dataset: Any,
-    batch_size: int,
+    opened: FoundDataset,
+    batch_size: int | None,
     collate_fn: Callable[[Any], Any] | str | None,
-    demand: Demand,
+    method: str | None,
     timeout: float,
     *,
     here: bool,
 ) -> tuple[Measured, bool]:
     """The measured dataset, and whether a trial run is possible."""
+    dataset = opened.dataset
     with import_lock:
         from legroom.loader.measure.dataset_bytes_and_seconds import measure
         from legroom.loader.measure.measure_dataset_in_child import measure_dataset, measure_object
 
-    method = demand.multiprocessing_context
     if isinstance(dataset, str):
         if collate_fn is not None and not isinstance(collate_fn, str):
             raise UsageError(
@@ -405,8 +457,12 @@ def _measure(
             say("the dataset is an object: collate_fn must be a function, not a name"),
             fix=(say("pass the function itself"),),
         )
-    batch_size = check_integer("batch_size", batch_size, 1)
-    how: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "method": method}
+    settings = opened.settings
+    method = method or (settings or {}).get("start_method")
+    how: dict[str, Any] = {
+        "batch_size": chosen_batch_size(batch_size, settings), "collate_fn": collate_fn or opened.collate_fn,
+        "method": method, "rows": opened.rows(), "settings": settings,
+    }  # fmt: skip
     drawn = measure_object(dataset, timeout=timeout, **how) if here else None
     if drawn is None:  # it raised in the fork: here it raises the same, unless it cannot be forked (as with CUDA)
         return measure(dataset, **how), False
@@ -520,30 +576,3 @@ def _notes(
     if measured is not None and measured.unsendable and demand.num_workers:
         notes.append(say("a worker cannot send a batch: {why}", why=measured.unsendable))
     return tuple(notes)
-
-
-def with_bare_processes(demand: Demand, timeout: float) -> Demand:
-    """The demand with the measured memory of processes that have only imported torch; unchanged if that fails.
-
-    A dataset or a model adds to them: ``--dataset`` measures the first, ``--process-ram`` gives the second.
-    """
-    method = demand.multiprocessing_context or default_start_method()
-    if "torch" in sys.modules:  # this process is the training process, and counted as used already
-        worker = idle_worker() if method == "fork" else bare_process(timeout).worker(method)
-        source = say("measured: a worker of this process, started by {method}", method=method)
-        return demand if worker is None else replace(demand, worker_ram=worker, worker_ram_source=source)
-    found = bare_process(timeout)
-    worker = found.worker(method)
-    if worker is not None:
-        source = say("measured: a worker started by {method}, of a process that only imported torch", method=method)
-        demand = replace(demand, worker_ram=worker, worker_ram_source=source)
-    if demand.process_ram is not None or found.process is None:
-        return demand
-    process, source = found.process, say("measured: a process that only imported torch")
-    if found.stopped:  # it needs more than was free, by an unknown amount
-        process += SPARE
-        source = say(
-            "measured: a process that imports torch was stopped at {taken}; {spare} must stay free",
-            taken=format_size(found.process), spare=format_size(SPARE),
-        )  # fmt: skip
-    return replace(demand, process_ram=process, process_ram_source=source)

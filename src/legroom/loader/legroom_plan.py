@@ -16,8 +16,11 @@ from legroom.probe.memory_of_running_jobs import RunningJobs, measure_running_jo
 from legroom.probe.snapshot import snapshot
 from legroom.records.machine import Machine
 from legroom.records.workload import Plan, Workload
-from legroom.system.argument_checks import check_integer
+from legroom.system.argument_checks import check_arguments, check_integer
 from legroom.units import parse_size
+
+# These have checks of their own: sizes, and what `Demand` checks.
+_CHECKED = ("sample_bytes", "per_process", "process_ram", "nccl", "gpu_bytes", "optimizer", "dtype")
 
 
 def plan(
@@ -81,12 +84,13 @@ def plan(
         gpu_bytes: GPU memory of one process.
         host: The machine to read; None is this one.
     """
+    check_arguments(plan, locals(), _CHECKED)
     host = host or Host()
     demand = Demand(
         num_workers=num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
         pin_memory=pin_memory, loader_kind=loader,
         val_batch=val_batch, val_workers=val_workers, ranks=ranks, per_process=_size(per_process),
-        process_ram=_size(process_ram), nccl=_size(nccl) or 0, params=params, optimizer=optimizer, dtype=dtype,
+        process_ram=_size(process_ram), nccl=parse_size(nccl), params=params, optimizer=optimizer, dtype=dtype,
         gpu_bytes=_size(gpu_bytes),
     )  # fmt: skip
     if gpus is not None:

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from legroom.advice.job_settings_to_workload import Demand
 from legroom.advice.memory_need_of_loaders_and_processes import SPARE
+from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.ram_swap_and_pressure import free_memory
 from legroom.probe.shm import shm_space
 from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.units import format_size
 
 _NOT_PRIVATE = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
 _POLL_S = 0.02
@@ -146,3 +149,30 @@ def report_bare_process() -> None:
 
     forked = idle_worker() if sys.platform == "linux" else None
     sys.stdout.write(json.dumps({"process": private_bytes(), "forked": forked}))
+
+
+def with_bare_processes(demand: Demand, timeout: float) -> Demand:
+    """The demand with the measured memory of processes that have only imported torch; unchanged if that fails.
+
+    A dataset or a model adds to them: ``--dataset`` measures the first, ``--process-ram`` gives the second.
+    """
+    method = demand.multiprocessing_context or start_method()
+    if "torch" in sys.modules:  # this process is the training process, and counted as used already
+        worker = idle_worker() if method == "fork" else bare_process(timeout).worker(method)
+        source = say("measured: a worker of this process, started by {method}", method=method)
+        return demand if worker is None else replace(demand, worker_ram=worker, worker_ram_source=source)
+    found = bare_process(timeout)
+    worker = found.worker(method)
+    if worker is not None:
+        source = say("measured: a worker started by {method}, of a process that only imported torch", method=method)
+        demand = replace(demand, worker_ram=worker, worker_ram_source=source)
+    if demand.process_ram is not None or found.process is None:
+        return demand
+    process, source = found.process, say("measured: a process that only imported torch")
+    if found.stopped:  # it needs more than was free, by an unknown amount
+        process += SPARE
+        source = say(
+            "measured: a process that imports torch was stopped at {taken}; {spare} must stay free",
+            taken=format_size(found.process), spare=format_size(SPARE),
+        )  # fmt: skip
+    return replace(demand, process_ram=process, process_ram_source=source)

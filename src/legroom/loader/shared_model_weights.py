@@ -24,14 +24,16 @@ import numpy as np
 
 from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, open_as, source_paths
-from legroom.errors import LegroomError, NoRoom, RemoteError, UnreadableSource, UsageError
+from legroom.errors import LegroomError, NoRoom, RemoteError, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection
+from legroom.formats.unsupported_file_types import stands_in, unsupported_directory
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import lazy_import, require
 from legroom.units import format_size
 
@@ -76,7 +78,8 @@ class Weights(Mapping[str, "torch.Tensor"]):
 
     def __repr__(self) -> str:
         size = format_size(sum(tensor.nbytes for tensor in self._tensors.values()))
-        return f"<legroom.weights: {len(self._tensors)} tensors, {size}>"
+        count = len(self._tensors)
+        return f"<legroom.weights: {count} {'tensor' if count == 1 else 'tensors'}, {size}>"
 
     def close(self) -> None:
         """Release everything. Tensors in shared GPU memory become invalid."""
@@ -112,6 +115,7 @@ def weights(
         keys: The tensors to take, by name or group; None takes all.
         dtype: Convert floating-point tensors to this type. On the host this makes a copy of this process's own.
     """
+    check_arguments(weights, locals(), ("keys",))
     torch = require("torch", "torch", "legroom.weights")
     if shared and device is None:
         raise UsageError(
@@ -191,7 +195,12 @@ class _Opened:
                     if not taken:
                         continue
                 request = OpenRequest(source_paths(file), taken, prefault=map_pages)
-                data = self._stack.enter_context(open_as(CachedData, request))
+                try:
+                    data = self._stack.enter_context(open_as(CachedData, request))
+                except UnknownFormat as problem:
+                    if not problem.converts:
+                        raise
+                    raise _not_weights(problem) from problem
                 self.data.append(data)
                 self._require_complete(path, file, names if taken is None else None, data.info.arrays)
                 for name, about in data.info.arrays.items():
@@ -241,6 +250,12 @@ class _Opened:
         self._stack.close()
 
 
+def _not_weights(problem: UnknownFormat) -> UnknownFormat:
+    """The same error, without the advice to convert a file to a format of datasets."""
+    fix = say("pass a safetensors file, a torch checkpoint, or the directory of a model")
+    return UnknownFormat(problem.what, why=problem.why, fix=(fix,))
+
+
 def _torch_dtype(attributes: Mapping[str, object], dtype: np.dtype[Any]) -> torch.dtype:
     """The type of a tensor that is stored as an array of ``dtype``."""
     import torch
@@ -264,13 +279,16 @@ def _files(path: SourcePath) -> list[tuple[SourcePath, list[str] | None]]:
     if not path.is_dir():
         return [(path, None)]
     for name in INDEXES:
-        if (path / name).exists():
+        if os.path.lexists(path / name):
             return [(path / file, names) for file, names in _shards(path / name)]
     for name in SINGLE:
-        if (path / name).exists():
+        if os.path.lexists(path / name):
             return [(path / name, None)]
     found = sorted(path.glob("*.safetensors"))
     if not found:
+        other = unsupported_directory(path)
+        if other is not None:
+            raise UnreadableSource(say("no weights in {path}", path=path), why=other.why, fix=other.fix)
         raise UnreadableSource(
             say("no weights in {path}", path=path),
             why=say("it has none of {names}, and no *.safetensors", names=listed((*INDEXES, *SINGLE))),
@@ -313,10 +331,11 @@ def _shards(index: SourcePath) -> list[tuple[str, list[str] | None]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         if isinstance(problem, RemoteError):
             raise
+        other = stands_in(index) if isinstance(index, Path) else None
         raise UnreadableSource(
             say("cannot read {path}", path=index),
-            why=str(problem) or type(problem).__name__,
-            fix=(say("download or save the model again"),),
+            why=other.why if other is not None else str(problem) or type(problem).__name__,
+            fix=other.fix if other is not None else (say("download or save the model again"),),
         ) from problem
     return [(file, names) for file, names in sorted(by_file.items())]
 

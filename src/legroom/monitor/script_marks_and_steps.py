@@ -66,6 +66,8 @@ class AnnotationCollector:
 
     def step(self, count: int = 1) -> None:
         """Add to the number of steps."""
+        if type(count) is not int or count < 0:  # called in every step
+            count = check_integer("count", count, 0)
         with self._lock:
             self.steps = (self.steps or 0) + count
 

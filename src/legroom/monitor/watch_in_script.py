@@ -26,6 +26,7 @@ from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.finding_and_alarm import Alarm
 from legroom.records.watch_sample import Annotations, Moment
+from legroom.system.argument_checks import check_arguments
 from legroom.system.processes_and_threads import room_for_threads, start_daemon_thread, why_no_thread
 from legroom.units import parse_duration
 
@@ -54,6 +55,7 @@ def watch(
         prometheus: Port, or HOST:PORT, to serve metrics on.
         outputs: Your own outputs; each one gets every moment.
     """
+    check_arguments(watch, locals(), ("interval",))
     return Watch(log, interval, on_alarm, webhook, prometheus, outputs)
 
 

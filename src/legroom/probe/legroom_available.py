@@ -19,6 +19,7 @@ from legroom.probe.ram_swap_and_pressure import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records.machine import Available
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import format_size
 
@@ -37,6 +38,7 @@ def available(pool: str = "ram") -> Available:
             pages also count as RAM. ``"gpu0"``, ``"gpu1"``, …: a GPU by nvidia-smi's index; this takes some
             milliseconds.
     """
+    check_arguments(available, locals())
     return available_on(Host(), pool)
 
 

@@ -10,9 +10,10 @@ from legroom.probe.ram_swap_and_pressure import memory, pressure, ram_pool, read
 from legroom.probe.runtime_environment import environment
 from legroom.probe.shm import shm, shm_pool
 from legroom.records.machine import Machine
+from legroom.system.argument_checks import check_arguments
 
 
-def snapshot(host: Host | None = None, *, pid: str = "self") -> Machine:
+def snapshot(host: Host | None = None, *, pid: str | int = "self") -> Machine:
     """Everything known about this machine now: the input of ``legroom doctor``.
 
     Only reads, and needs no privileges: what may not be read is unknown, with a reason.
@@ -21,7 +22,9 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Machine:
         host: Where to read; None is this machine, ``Host(root="/host")`` one that is mounted there or recorded.
         pid: The process whose cgroup limits RAM and CPU.
     """
-    host = host or Host()
+    if host is not None or pid != "self":
+        check_arguments(snapshot, locals())
+    host, pid = host or Host(), str(pid)
     counters = read_swap_counters(host)  # first: the other probes' time is the interval for the swap rates
     all_processes = processes(host)
     ram = memory(host, pid)

@@ -69,6 +69,7 @@ class LogFacts:
     progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
     lines: int = 0  # lines that were read
     skipped: int = 0  # bytes that were not read
+    kind: Literal["", "binary", "source"] = ""  # what the file is, if it does not look like a log
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from legroom.errors import UsageError
-from legroom.messages import say
+from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings, read_settings
 from legroom.records.workload import Measured, Plan
 
@@ -37,8 +37,9 @@ def completed(now: Mapping[str, Any], by_hand: Mapping[str, Any]) -> dict[str, A
         raise UsageError(
             say("batch {batch} × accumulation {times} would change the effective batch size", batch=batch, times=times),
             why=say(
-                "{batch} × {times} × {ranks} ranks = {new}, but {old} was requested",
-                batch=batch, times=times, ranks=now["ranks"], new=new, old=old,
+                "{batch} × {times} × {ranks} = {new}, but {old} was requested",
+                batch=batch, times=times, new=new, old=old,
+                ranks=counted(now["ranks"], phrase("{count} rank"), phrase("{count} ranks")),
             ),
             fix=(say("request an effective batch of {new} if you want that", new=new),),
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from legroom.messages import say
 from legroom.records.finding_and_alarm import Finding
@@ -66,6 +66,12 @@ class Measured:
     making: int | None = None  # private bytes while a batch is assembled: samples, and buffers of a custom collate_fn
 
     each: bool = False  # every sample has its own tensors: a larger batch has more of them
+    loader: Mapping[str, Any] | None = None  # settings of the DataLoader that the dataset was given as
+
+    def rows_of(self, ranks: int) -> int | None:
+        """Samples in an epoch of all ranks: a sampler of the user gives each of them its own."""
+        sampled = self.loader is not None and (self.loader["sampler"] or self.loader["batch_sampler"])
+        return self.rows * ranks if sampled and self.rows else self.rows
 
     @property
     def batch_bytes(self) -> int:
@@ -257,6 +263,8 @@ class Plan:
     jobs_per_gpu: int | None = None
     others: int | None = None  # bytes of /dev/shm used by other processes now
     measured: tuple[Job, ...] = ()  # running jobs that were measured
+    from_loader: Mapping[str, Any] = field(default_factory=dict)  # settings that the DataLoader gave, by argument
+    instead_of_loader: Mapping[str, Any] = field(default_factory=dict)  # as given, and as the DataLoader has it
     notes: tuple[str, ...] = ()  # what the figures do not include
     machine: Machine | None = None  # the machine it was compared with
     findings: tuple[Finding, ...] = ()  # about the dataset, from the trial run

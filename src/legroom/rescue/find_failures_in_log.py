@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -30,6 +30,9 @@ KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long tracebac
 MOST = 16 << 20  # bytes read if the last KEEP contain no failure
 LONGEST = 4 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
 _CHUNK = 1 << 20
+_SOURCES = (".py", ".ipynb", ".yaml", ".yml", ".toml", ".cpp", ".cu", ".h")
+_CONTROLS = bytes({*range(1, 32), 127} - set(b"\a\b\t\n\v\f\r\x1b"))  # that programs do not print
+_MOST_CONTROLS = 0.02  # of the bytes of a log
 _MOST_SIGNS = 2000
 _HELD, _BEFORE = 2000, 500  # characters kept of a matching line, and of them before the match
 _MOST_ERRORS = 200
@@ -97,9 +100,9 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
                 return _to_its_end(pipe)
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if file.seekable() and size:
-                return _of_file(file, size)
-            return _to_its_end(file)  # a FIFO, or a /proc file without a size
+            # else a FIFO, or a /proc file without a size
+            facts = _of_file(file, size) if file.seekable() and size else _to_its_end(file)
+            return replace(facts, kind="source") if path.lower().endswith(_SOURCES) else facts
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise UnreadableSource(
@@ -164,7 +167,14 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
         progress=_progress(lines, by_number),
         lines=count,
         skipped=skipped,
+        kind="binary" if _is_binary(data[-_CHUNK:]) else "",
     )
+
+
+def _is_binary(data: bytes) -> bool:
+    """Whether the bytes are not printed text. In UTF-16 every second byte may be zero."""
+    zeros = 2 * min(data[::2].count(0), data[1::2].count(0))
+    return len(data) - len(data.translate(None, _CONTROLS)) + zeros > _MOST_CONTROLS * len(data)
 
 
 def _exceptions(lines: list[str]) -> list[_LoggedException]:

@@ -1,16 +1,25 @@
-"""Check arguments of public functions and of the command line; what is out of range raises UsageError."""
+"""Check arguments of public functions and of the command line; what is out of range raises UsageError.
+
+A public function begins with ``check_arguments(function, locals())``, which compares each argument with its annotation:
+a value of another type would fail somewhere inside, with an error of Python's that does not name the argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from math import inf
 from operator import index
-from typing import Any, cast
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from legroom.errors import UsageError
-from legroom.messages import listed, say
+from legroom.messages import listed, phrase, say
 
 _MOST = 1 << 64  # a word of the random generators' keys
+_SHOWN = 100  # characters of a value's repr
 
 
 def check_integer(name: str, value: object, least: int) -> int:
@@ -34,7 +43,7 @@ def check_integer(name: str, value: object, least: int) -> int:
 
 def check_seconds(name: str, value: float) -> float:
     """The value, if it is finite and not negative."""
-    if not 0 <= value < inf:
+    if not (_is_number(value) and 0 <= value < inf):
         raise UsageError(
             say("{name} must be a number of seconds >= 0 (got {value!r})", name=name, value=value),
             fix=(f"{name}=0.018",),
@@ -44,8 +53,165 @@ def check_seconds(name: str, value: float) -> float:
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Whether the value is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:  # a list cannot be looked up in a dict
         raise UsageError(
             say("{name} must be one of {choices} (got {value!r})", name=name, choices=listed(choices), value=value),
             fix=(f"{name}={next(iter(choices))!r}",),
         )
+
+
+def check_path(name: str, value: object) -> None:
+    """Refuse an empty path: it would mean the working directory, as where a variable of the environment is not set."""
+    if isinstance(value, (str, bytes)) and not value:
+        raise UsageError(
+            say("{name} is empty", name=name),
+            why=say("an empty path would mean the working directory, {cwd}", cwd=os.getcwd()),
+            fix=(say("check the variable that it comes from"), say("pass '.' for the working directory")),
+        )
+
+
+# By annotation.
+
+
+class _Kind(NamedTuple):
+    """One of the types that an annotation names."""
+
+    words: str  # a template
+    accepts: Callable[[object], bool]
+    name: str = ""  # its field
+
+
+def check_arguments(function: Any, given: Mapping[str, object], besides: Collection[str] = ()) -> None:
+    """Refuse the first argument that is of none of the types of its annotation.
+
+    Arguments that are annotated with Any, and those ``besides``, have checks of their own.
+    """
+    for name, kinds in _annotated(function):
+        if name in besides:
+            continue
+        value = given[name]
+        for kind in kinds:
+            if kind.accepts(value):
+                break
+        else:
+            raise _wrong_type(function, name, kinds, value)
+        if not value and _KINDS["PathLike"] in kinds:
+            check_path(name, value)
+
+
+def _wrong_type(function: Any, name: str, kinds: tuple[_Kind, ...], value: object) -> UsageError:
+    path = _KINDS["PathLike"] in kinds  # a text is one
+    words = [say(kind.words, name=kind.name) for kind in kinds if not (path and kind is _KINDS["str"])]
+    words = [*dict.fromkeys(words)]
+    wanted = say(" or ").join([listed(words[:-1]), words[-1]] if words[1:] else words)
+    shown = repr(value)
+    if len(shown) > _SHOWN:
+        shown = shown[:_SHOWN] + "…"
+    defaults = _defaults(function)
+    return UsageError(
+        say("{name} must be {wanted} (got {value})", name=name, wanted=wanted, value=shown),
+        why=say("a value of type {kind} cannot be used for it", kind=type(value).__name__),
+        fix=(
+            say("pass {wanted}, or omit {name} (default: {default!r})", wanted=words[0], name=name,
+                default=defaults[name])
+            if name in defaults
+            else say("pass {wanted}", wanted=wanted),
+        ),
+    )  # fmt: skip
+
+
+def _defaults(function: Any) -> dict[str, object]:
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    return dict(zip(names[len(names) - len(values) :], values, strict=True)) | (function.__kwdefaults__ or {})
+
+
+@cache
+def _annotated(function: Any) -> tuple[tuple[str, tuple[_Kind, ...]], ...]:
+    """The arguments whose types are known, with them."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    every = {name: function.__annotations__[name] for name in names if name in function.__annotations__}
+    found = {name: tuple(_kinds(annotation, function.__globals__)) for name, annotation in every.items()}
+    return tuple((name, kinds) for name, kinds in found.items() if _ANYTHING not in kinds)
+
+
+def _kinds(annotation: Any, names: Mapping[str, Any]) -> Iterator[_Kind]:
+    """The types of an annotation: a text, where the module postpones them, or the type that it names."""
+    if isinstance(annotation, str):
+        for part in _parts(annotation):
+            head = part.partition("[")[0].rpartition(".")[2]
+            if head == "Literal":
+                yield _choice(re.findall(r"[\"'](.*?)[\"']", part))
+            elif head in _KINDS:
+                yield _KINDS[head]
+            else:
+                yield from _kinds(names.get(part, Any), names)
+    elif get_origin(annotation) in (UnionType, Union):
+        for one in get_args(annotation):
+            yield from _kinds(one, names)
+    elif get_origin(annotation) is Literal:
+        yield _choice(get_args(annotation))
+    else:
+        kind = get_origin(annotation) or annotation
+        name = "None" if kind is type(None) else getattr(kind, "__name__", "")
+        if name in _KINDS:
+            yield _KINDS[name]
+        elif isinstance(kind, type):
+            yield _Kind(_OBJECT, lambda value: isinstance(value, kind), name)
+        else:
+            yield _ANYTHING
+
+
+def _parts(annotation: str) -> Iterator[str]:
+    """``Callable[[int | str], None] | None``: ``Callable[[int | str], None]`` and ``None``."""
+    depth = start = 0
+    for at, letter in enumerate(annotation):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "|" and not depth:
+            yield annotation[start:at].strip()
+            start = at + 1
+    yield annotation[start:].strip()
+
+
+def _choice(values: Iterable[str]) -> _Kind:
+    choices = tuple(values)
+    one = len(choices) == 1
+    words, name = ("{name}", repr(choices[0])) if one else (_ONE_OF, ", ".join(choices))
+    return _Kind(words, lambda value: isinstance(value, str) and value in choices, name)
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and index(cast(Any, value)) is not None
+    except TypeError:
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and (hasattr(type(value), "__float__") or hasattr(type(value), "__index__"))
+
+
+def _is_flag(value: object) -> bool:
+    """True and False, numpy's too, and 1 and 0."""
+    return type(value).__name__ in ("bool", "bool_") or (type(value) is int and value in (0, 1))
+
+
+_ANYTHING = _Kind("", lambda value: True)
+_OBJECT, _ONE_OF = phrase("an object of type {name}"), phrase("one of {name}")
+_LIST = _Kind(phrase("a list"), lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes)))
+_KINDS = {
+    "None": _Kind("None", lambda value: value is None),
+    "bool": _Kind(phrase("True or False"), _is_flag),
+    "int": _Kind(phrase("an integer"), _is_integer),
+    "float": _Kind(phrase("a number"), _is_number),
+    "str": _Kind(phrase("a string"), lambda value: isinstance(value, str)),
+    "bytes": _Kind("bytes", lambda value: isinstance(value, bytes)),
+    "PathLike": _Kind(phrase("a path (str or os.PathLike)"), lambda value: isinstance(value, os.PathLike)),
+    "Callable": _Kind(phrase("a function"), callable),
+    "Mapping": _Kind(phrase("a dict"), lambda value: isinstance(value, Mapping)),
+    "Iterable": _LIST,
+    "Sequence": _LIST,
+    "tuple": _LIST,
+    "Any": _ANYTHING,
+}

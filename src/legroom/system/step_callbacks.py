@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from legroom.system.lazy_and_optional_imports import import_lock
+
 Listener = Callable[[str, int], None]  # source of the step, how many
 listeners: list[Listener] = []
 
@@ -19,8 +21,18 @@ def step(count: int = 1) -> None:
     Args:
         count: How many steps were made since the last call.
     """
-    for listener in listeners:
-        listener("script", count)
+    if listeners:
+        if type(count) is not int:
+            count = _checked(count)
+        for listener in listeners:
+            listener("script", count)
+
+
+def _checked(count: object) -> int:
+    with import_lock:
+        from legroom.system.argument_checks import check_integer  # rare: a script may only count its steps
+
+    return check_integer("count", count, 0)
 
 
 def batch_taken() -> None:

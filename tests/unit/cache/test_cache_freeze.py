@@ -23,7 +23,7 @@ import legroom
 from legroom.cache import drop_and_gc, list_and_verify, store_directories
 from legroom.cache.frozen_sequence_and_mapping import FrozenMapping, FrozenSequence
 from legroom.cli.main import run
-from legroom.errors import NoRoom, NotLoaded, UsageError
+from legroom.errors import NoRoom, NotLoaded, UnsupportedData, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs flock and /proc")
 
@@ -450,3 +450,10 @@ def test_without_a_store_it_is_kept_in_the_process_and_pickled_by_value(
     again = pickle.loads(pickle.dumps(view))
     assert view.info.key is None and view.info.backing == "memory"
     assert again == view and again["a"][-1] == records(1200)[-1] and not shm.exists()
+
+
+def test_a_refusal_shows_no_error_of_the_encoder(shm: Path) -> None:
+    for given in ([object()], [(object(),)], {"a": [1, object()]}):
+        with pytest.raises(UnsupportedData) as caught:
+            legroom.freeze(given)
+        assert caught.value.__context__ is None and caught.value.__cause__ is None

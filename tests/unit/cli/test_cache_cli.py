@@ -231,7 +231,7 @@ def test_room_that_is_not_reached_is_a_no(home: Path, capsys: pytest.CaptureFixt
         str(home / name / f"legroom-{os.geteuid()}") for name in ("shm", "disk")
     ]
     assert all(one["missing"] > 1 << 40 and one["bound_by"] for one in gone["short"])
-    assert _json(capsys, "gc", "--free", "1")["short"] == []
+    assert _json(capsys, "gc", "--free", "1B")["short"] == []
 
 
 def test_a_file_that_changed_is_reported_as_changed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -330,3 +330,149 @@ def test_a_trial_is_left_out_only_where_one_batch_does_not_fit() -> None:
     assert ram is not None and ram.free is not None
     assert _one_batch_fits(Batch((ram.free - 1,), 1, "given"), machine)
     assert not _one_batch_fits(Batch((ram.free,), 1, "given"), machine)
+
+
+LOADERS = """
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from check_data import Data, double
+data = Data()
+class Own:
+    def __iter__(self):
+        return iter([[0, 1, 2], [3]] * 5)
+    def __len__(self):
+        return 10
+def started(worker):
+    open(f"started-{worker}", "w").close()
+loader = DataLoader(data, batch_size=4, num_workers=2, prefetch_factor=3, collate_fn=double, worker_init_fn=started)
+alone = DataLoader(data, batch_size=4)
+sampled = DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 40, 400))
+batched = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 5, drop_last=True))
+own = DataLoader(data, batch_sampler=Own())
+whole = DataLoader(data, batch_size=None)
+"""
+
+
+@pytest.fixture
+def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("torch")
+    (tmp_path / "check_data.py").write_text(DATASET)
+    (tmp_path / "check_loaders.py").write_text(LOADERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "check_loaders"
+    for name in ("check_data", "check_loaders"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_the_settings_of_a_dataloader_are_checked_and_printed(
+    loaders: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _json(capsys, "--dataset", f"{loaders}:loader")
+    assert report["from_loader"] == {
+        "batch_size": 4, "num_workers": 2, "prefetch_factor": 3, "worker_init_fn": "started", "collate_fn": "double",
+    }  # fmt: skip
+    settings = report["settings"]
+    assert [settings[name] for name in ("batch_size", "num_workers", "prefetch_factor")] == [4, 2, 3]
+    assert settings["persistent_workers"] is False
+    assert (tmp_path / "started-1").exists()  # the trial had its workers
+    assert report["need"]["shm"] > 2 * 4 * MB * 6  # and their batches
+    status, text, _ = _run(capsys, "--dataset", f"{loaders}:loader")
+    assert status == 0 and "from the DataLoader: batch_size=4, num_workers=2, prefetch_factor=3" in text
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_typed_options_replace_those_of_a_dataloader(loaders: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--dataset", f"{loaders}:loader", "--batch", "8", "--workers", "0")
+    report = _json(capsys, *arguments)
+    assert report["from_loader"] == {"collate_fn": "double"} and "and 0 workers" in str(report["terms"])
+    assert report["instead_of_loader"] == {
+        "batch_size": {"given": 8, "own": 4}, "num_workers": {"given": 0, "own": 2},
+    }  # fmt: skip
+    text = _run(capsys, *arguments)[1]
+    assert "given by you: batch_size=8 (DataLoader: 4), num_workers=0 (DataLoader: 2)" in " ".join(text.split())
+    prefetch = _json(capsys, "--dataset", f"{loaders}:loader", "--prefetch", "1")
+    assert prefetch["settings"]["prefetch_factor"] == 1 and prefetch["settings"]["num_workers"] == 2
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_settings_of_workers_are_refused_for_a_dataloader_without_workers(
+    loaders: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = _run(capsys, "--dataset", f"{loaders}:alone", "--prefetch", "2")
+    assert status == 2 and "--prefetch needs --workers 1 or more" in err
+
+
+@pytest.mark.usefixtures("child_in_fork")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own", ("batch_sampler without a batch_size", "Own decides", "in its largest batch: --batch")),
+        ("whole", ("the DataLoader makes no batches", "a batch size of 1")),
+        ("data", ("the batch size is missing", "not a DataLoader", "pass --batch")),
+    ],
+)
+def test_a_batch_size_that_nothing_gives_is_asked_for(
+    name: str, said: tuple[str, ...], loaders: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = _run(capsys, "--dataset", f"{loaders}:{name}")
+    assert status == 2 and all(one in err for one in said) and "loading a batch" not in err
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_samplers_of_a_dataloader_decide_the_epoch(loaders: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = _json(capsys, "--dataset", f"{loaders}:sampled")
+    assert sampled["from_loader"]["sampler"] == "WeightedRandomSampler"
+    assert "100 batches per epoch" in str(sampled["terms"])  # of 400 samples, though the dataset has 40
+    batched = _json(capsys, "--dataset", f"{loaders}:batched")
+    assert batched["from_loader"] == {"batch_size": 5, "num_workers": 0, "drop_last": True}
+    typed = _json(capsys, "--dataset", f"{loaders}:own", "--batch", "3")
+    assert typed["instead_of_loader"] == {"batch_size": {"given": 3, "own": "batch_sampler=Own"}}
+
+
+def test_a_dataloader_object_gives_its_settings() -> None:
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.zeros(64, 1 << 14))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=1, prefetch_factor=4, persistent_workers=True)
+    found = legroom.check(loader)
+    assert found.settings is not None and found.from_loader["prefetch_factor"] == 4
+    assert (found.settings.batch_size, found.settings.num_workers, found.settings.prefetch_factor) == (8, 1, 4)
+    assert found.need.shm > 5 * 8 * (1 << 16)
+    found = legroom.check(loader, batch_size=16, num_workers=0)
+    assert "with 0 workers" in str(found.need.terms)
+    assert found.instead_of_loader == {"batch_size": (16, 8), "num_workers": (0, 1)}
+    with pytest.raises(UsageError, match=r"prefetch_factor= needs num_workers=1 or more"):
+        legroom.check(data, batch_size=8, prefetch_factor=2)
+    with pytest.raises(UsageError, match="the batch size is missing"):
+        legroom.check(data)
+
+
+def test_a_dataloader_that_could_not_be_imported_is_not_checked_with_other_settings(
+    loaders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring ran out of memory before it could read them: a trial without workers would fit."""
+    from legroom.errors import DatasetOutOfMemory
+    from legroom.loader.measure import measure_dataset_in_child
+
+    problem = DatasetOutOfMemory("loading a batch failed")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise problem
+
+    use_forks(monkeypatch.setattr)
+    monkeypatch.setattr(measure_dataset_in_child, "measure_dataset", fails)
+    assert legroom.check(f"{loaders}:loader").verdict == "too-big"
+    assert legroom.check(f"{loaders}:loader", batch_size=4).verdict == "too-big"
+    problem.found = True
+    problem.loader = {
+        "batch_size": 4, "num_workers": 2, "prefetch_factor": 3, "loader": "torch", "sampler": None,
+        "batch_sampler": None, "start_method": None, "persistent_workers": False, "pin_memory": False,
+    }  # fmt: skip
+    found = legroom.check(f"{loaders}:loader")
+    assert found.need.shm > 2 * 4 * MB * 6 and found.from_loader["num_workers"] == 2
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_one_batch_per_epoch_is_in_the_singular(loaders: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(_run(capsys, "--dataset", f"{loaders}:data", "--batch", "10000")[1].split())
+    assert "1 batch per epoch" in text and "1 batches" not in text

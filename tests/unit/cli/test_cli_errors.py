@@ -86,7 +86,7 @@ def test_only_a_terminal_gets_wrapped_lines(
 @pytest.mark.parametrize(
     ("arguments", "schema", "message"),
     [
-        (("check", "--batch", "x", "--json"), "legroom.check/1", "'x' is not a valid integer"),
+        (("check", "--batch", "x", "--json"), "legroom.check/1", "--batch must be an integer >= 1 (got 'x')"),
         (("check", "--bogus", "--json"), "legroom.check/1", "--bogus"),
         (("tune", "--json"), "legroom.tune/1", "--dataset"),
         (("leak", "--json"), "legroom.leak/1", "--read DIR"),

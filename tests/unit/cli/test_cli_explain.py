@@ -72,3 +72,23 @@ def test_an_unreadable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "cannot read the log" in capsys.readouterr().err
     assert run(["explain", "--json", str(tmp_path)]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "unreadable-source"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word"),
+    [
+        ("a.npy", bytes(range(256)) * 40, "is not text"),
+        ("zeros.npy", bytes(4000), "is not text"),
+        ("train.py", b"raise RuntimeError('CUDA out of memory')\n", "source code"),
+        ("train.log", "loss 0.3 \x1b[32mok\x1b[0m 损失\r\n".encode() * 20, ""),
+        ("train.log", "loss 0.3 损失\r\n".encode("gb18030") * 20, ""),
+        ("train.log", "loss 0.3\r\n".encode("utf-16") * 20, ""),
+    ],
+)
+def test_a_file_that_is_not_a_log_is_named(
+    name: str, content: bytes, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run(["explain", "--json", str(tmp_path / name)]) == 0
+    evidence = " ".join(json.loads(capsys.readouterr().out)["evidence"])
+    assert word in evidence if word else "the output of the job" not in evidence

@@ -77,7 +77,7 @@ def test_columns_line_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     head = next(place for place, line in enumerate(lines) if line.endswith("推荐"))
     assert len({cells(line) for line in _paragraph(lines, head)}) == 1
     _, *sizes = _paragraph(lines, lines.index("/dev/shm 的大小"))
-    needs = [line.partition("  需求")[0] for line in sizes if "  需求" in line]
+    needs = [line.partition("  302 MB（")[0] for line in sizes if "  302 MB（需求 + 其他）" in line]
     assert len(needs) > 1 and len({cells(need) for need in needs}) == 1
 
 
@@ -156,8 +156,8 @@ def test_clicks_own_words(capsys: pytest.CaptureFixture[str]) -> None:
         ("--bogus doctor --lang zh", "没有选项"),
         ("dctor --lang zh", "没有命令"),
         ("cache lst --lang zh", "没有命令"),
-        ("plan --gpus many --lang zh", "的值无效"),
-        ("run --retries many --lang zh -- true", "的值无效"),
+        ("plan --gpus many --lang zh", "必须是不小于"),
+        ("run --retries many --lang zh -- true", "必须是不小于"),
         ("doctor --json=3 --lang zh", "不带值"),
         ("cache load --lang zh", "缺少参数"),
         ("run --lang zh", "缺少参数"),

@@ -111,11 +111,17 @@ def test_all_refused_options_are_named_at_once(capsys: pytest.CaptureFixture[str
         speak("en")
 
 
-def test_no_workers_typed_with_settings_for_them_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    """A loop over --workers 0 2 4 keeps its other options."""
+@pytest.mark.parametrize("option", [("--prefetch", "4"), ("--persistent-workers",), ("--start-method", "spawn")])
+def test_settings_of_workers_are_refused_without_workers_as_torch_does(
+    option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """check would answer for a DataLoader that torch does not make."""
     from rigs import TREES
 
-    assert run([*CHECK, "--workers", "0", "--prefetch", "4", "--root", str(TREES / "bare-v2")]) == 0
+    assert run([*CHECK, "--workers", "0", *option, "--root", str(TREES / "bare-v2")]) == 2
+    assert f"{option[0]} needs --workers 1 or more" in capsys.readouterr().err
+    if option[0] == "--prefetch":
+        assert run(["plan", "--batch", "8", "--sample-bytes", "1MB", "--workers", "0", *option]) == 2
     assert run([*CHECK, "--val-workers", "2", "--prefetch", "4", "--root", str(TREES / "bare-v2")]) == 0
 
 
@@ -140,3 +146,67 @@ def test_quiet_prints_the_report_and_no_message_about_the_page(
     assert show_report(str(tmp_path), (), page, as_json=False, to_stdout=True, quiet=True)
     shown = capsys.readouterr()
     assert shown.out and shown.err == "" and Path(page).exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--retries", "abc", "--", "true"),
+        ("watch", "--top", "abc"),
+        ("watch", "--pid", "abc"),
+        ("doctor", "--pid", "abc"),
+        ("plan", "--gpus", "abc"),
+        ("plan", "--measure", "abc"),
+        ("check", "--batch", "abc"),
+        ("check", "--batch", "8", "--workers", "abc"),
+        ("tune", "--dataset", "data:train_set", "--world-size", "abc"),
+    ],
+)
+def test_an_integer_option_names_what_was_typed_and_what_is_possible(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(list(arguments)) == 2
+    option, least = arguments[arguments.index("abc") - 1], 0
+    err = capsys.readouterr().err
+    least = 0 if option in ("--retries", "--top", "--workers") else 1
+    assert f"{option} must be an integer >= {least} (got 'abc')" in err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--val-batch", "--ranks", "--prefetch"])
+def test_a_wrong_count_is_refused_before_the_dataset_is_imported(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"--batch": "8", "--workers": "2", "--val-workers": "1", option: "0"}
+    words = [word for pair in arguments.items() for word in pair]
+    assert run(["check", "--dataset", "no_such_module:data", *words]) == 2
+    err = capsys.readouterr().err
+    assert f"{option} must be an integer >= 1 (got 0)" in err and "no_such_module" not in err
+    if option == "--batch":
+        assert run(["tune", "--dataset", "no_such_module:data", "--batch", "0"]) == 2
+        assert "--batch must be an integer >= 1 (got 0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--gpus", "8", "--per-process", "64"),
+        ("plan", "--per-process", "1MB", "--nccl", "12"),
+        ("check", "--batch", "8", "--sample-bytes", "600"),
+        ("cache", "gc", "--free", "8"),
+    ],
+)
+def test_a_small_size_without_a_unit_is_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(list(arguments)) == 2
+    number = arguments[-1]
+    assert f"{number} has no unit: write {number}MB, or {number}B for bytes" in capsys.readouterr().err
+
+
+def test_bytes_with_a_unit_zero_and_large_numbers_are_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("64B", "0", "67108864", "4096"):
+        assert run(["plan", "--gpus", "8", "--per-process", "64KB", "--nccl", size]) in (0, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_check_alone_says_what_it_needs_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check"]) == 2
+    assert "legroom check --dataset data:train_set --batch 64 --workers 4" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_settings_in_words_with_one_set_by_hand(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--dataset", "tuned_images:Images"), "--batch is required"),
+        (("--dataset", "tuned_images:Images"), "the batch size is missing"),
         (("--dataset", "tuned_images:Images", "--batch", "0"), "must be an integer >= 1"),
         (
             ("--dataset", "tuned_images:Images", "--batch", "8", "--effective-batch", "20"),

@@ -429,6 +429,10 @@ def test_names_and_lengths_are_checked(tmp_path: Path, monkeypatch: pytest.Monke
     scalar = plain(tmp_path, monkeypatch, version=3)
     with pytest.raises(UnsupportedData, match="scalar"):
         scalar.batches(4)
+    np.savez(tmp_path / "scalars.npz", a=1, b=2)
+    with pytest.raises(UnsupportedData, match="cannot be part of a batch") as caught:
+        legroom.open(tmp_path / "scalars.npz").batches(4)
+    assert "data['a']" in caught.value.fix[0]  # not keys=[], which is refused
     data.close()
     with pytest.raises(UsageError, match="closed"):
         data.batches(4)

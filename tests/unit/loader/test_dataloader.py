@@ -263,7 +263,7 @@ def test_a_batch_without_memory_for_a_slot_reports_why(monkeypatch: pytest.Monke
 def test_ragged_samples() -> None:
     with pytest.raises(RaggedBatch, match=r"(?s)4 shapes.*pad_sequence") as caught:
         list(legroom.DataLoader(samples.Ragged(), 4, num_workers=1))
-    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, RuntimeError) and str(caught.value).count("[ragged-batch]") == 1
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

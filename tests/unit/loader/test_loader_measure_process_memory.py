@@ -13,8 +13,7 @@ import pytest
 from legroom.advice.job_settings_to_workload import Demand
 from legroom.advice.memory_need_of_loaders_and_processes import SPARE
 from legroom.loader import legroom_check, measure_process_memory
-from legroom.loader.legroom_check import with_bare_processes
-from legroom.loader.measure_process_memory import BareProcess, FreeMemory, bare_process
+from legroom.loader.measure_process_memory import BareProcess, FreeMemory, bare_process, with_bare_processes
 
 MB = 1 << 20
 FOUND = BareProcess(process=146 * MB, forked=11 * MB)
@@ -24,14 +23,14 @@ FOUND = BareProcess(process=146 * MB, forked=11 * MB)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the command line: this process has not imported torch."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(legroom_check, "bare_process", lambda _: FOUND)
+    monkeypatch.setattr(measure_process_memory, "bare_process", lambda _: FOUND)
 
 
 @pytest.mark.parametrize(("method", "each"), [("fork", 11 * MB), ("spawn", 146 * MB), ("forkserver", 146 * MB)])
 def test_a_worker_that_is_not_forked_takes_as_much_as_a_process(
     method: str, each: int, elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(legroom_check, "default_start_method", lambda: method)
+    monkeypatch.setattr(measure_process_memory, "start_method", lambda: method)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert (found.worker_ram, found.process_ram) == (each, 146 * MB)
     assert method in found.worker_ram_source and "imported torch" in found.process_ram_source
@@ -42,7 +41,7 @@ def test_what_was_given_of_the_process_stays(elsewhere: None) -> None:
 
 
 def test_what_could_not_be_measured_is_not_counted(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legroom_check, "bare_process", lambda _: BareProcess())
+    monkeypatch.setattr(measure_process_memory, "bare_process", lambda _: BareProcess())
     assert with_bare_processes(Demand(num_workers=4), 1.0) == Demand(num_workers=4)
 
 
@@ -58,7 +57,7 @@ def test_a_process_that_had_to_be_stopped_is_more_than_is_free(
     monkeypatch.setattr(measure_process_memory, "subprocess", fake)
     stopped = bare_process.__wrapped__(60.0)
     assert stopped == BareProcess(process=60 * MB - SPARE + 1, stopped=True)
-    monkeypatch.setattr(legroom_check, "bare_process", lambda _: stopped)
+    monkeypatch.setattr(measure_process_memory, "bare_process", lambda _: stopped)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert found.process_ram is not None and found.process_ram > 60 * MB
     assert "was stopped" in found.process_ram_source
@@ -66,8 +65,8 @@ def test_a_process_that_had_to_be_stopped_is_more_than_is_free(
 
 def test_the_training_process_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr(legroom_check, "default_start_method", lambda: "fork")
-    monkeypatch.setattr(legroom_check, "idle_worker", lambda: 12 * MB)
+    monkeypatch.setattr(measure_process_memory, "start_method", lambda: "fork")
+    monkeypatch.setattr(measure_process_memory, "idle_worker", lambda: 12 * MB)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert found.worker_ram == 12 * MB and found.process_ram is None
     assert "this process" in found.worker_ram_source
@@ -78,7 +77,7 @@ def test_check_shows_the_figure_and_where_it_was_measured(
 ) -> None:
     from legroom.cli.main import run
 
-    monkeypatch.setattr(legroom_check, "default_start_method", lambda: "fork")
+    monkeypatch.setattr(measure_process_memory, "start_method", lambda: "fork")
     monkeypatch.setattr(legroom_check, "_tried", lambda *_, **__: None)  # as without torch
     run(["check", "--batch", "4", "--sample-bytes", "1KB", "--workers", "3", "--json"])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)

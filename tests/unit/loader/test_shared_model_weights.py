@@ -15,7 +15,7 @@ import pytest
 
 import legroom
 from legroom.cache import write_entry_files
-from legroom.errors import MissingKey, NoRoom, UnreadableSource, UnsupportedData, UsageError
+from legroom.errors import MissingKey, NoRoom, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.loader import shared_model_weights
 
 torch = pytest.importorskip("torch")
@@ -360,3 +360,27 @@ def _store_pss(pid: int, folder: Path) -> int:
         elif inside and words[0] == "Pss:":
             total += int(words[1]) * 1024
     return total
+
+
+def test_what_is_not_weights_is_not_to_be_converted_to_a_format_of_datasets(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UnknownFormat) as caught:
+        legroom.weights(path)
+    assert "CSV" in caught.value.why and "safetensors" in caught.value.fix[0] and len(caught.value.fix) == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pointer_of_git_lfs_keeps_its_own_advice(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
+    )
+    with pytest.raises((UnknownFormat, UnreadableSource), match="git lfs pull"):
+        legroom.weights(tmp_path)
+
+
+def test_a_broken_link_to_the_weights_is_named(tmp_path: Path) -> None:
+    """As in a cache of Hugging Face whose blobs were deleted: the directory seemed to have no weights."""
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/12ab")
+    with pytest.raises(UnreadableSource, match="which does not exist"):
+        legroom.weights(tmp_path)

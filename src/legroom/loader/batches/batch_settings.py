@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,9 @@ from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
 from legroom.loader.rank_sampler import UNEVEN, Uneven
-from legroom.messages import joined, listed, phrase, say
+from legroom.messages import counted, joined, listed, phrase, say
 from legroom.records.cache_entry import Entry
-from legroom.system.argument_checks import check_choice, check_integer
+from legroom.system.argument_checks import check_arguments, check_choice, check_integer
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ NDArray = np.ndarray[Any, Any]
 FORMATS = ("torch", "numpy")
 # Paths that ``path=`` may force; the others follow from the arguments or are the last resort.
 CUDA_PATHS = ("cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned")
+
+_OPTIONAL = ("epoch", "sequence_length", "stride")
+# Each of these has a check of its own, which says more.
+_CHECKED = ("format", "keys", "rank", "world_size", "uneven", "transform", "path", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,10 @@ class BatchSettings:
     def checked(self) -> BatchSettings:
         """The same with plain integers; UsageError for arguments that are invalid for any data."""
         least = {"batch_size": 1, "seed": 0, "epoch": 0, "sequence_length": 1, "stride": 1}
-        given = {name: value for name in least if (value := getattr(self, name)) is not None}
+        given = {name: value for name in least if (value := getattr(self, name)) is not None or name not in _OPTIONAL}
         plain: dict[str, Any] = {name: check_integer(name, value, least[name]) for name, value in given.items()}
         found = replace(self, **plain)
+        check_arguments(BatchSettings.__init__, {one.name: getattr(found, one.name) for one in fields(found)}, _CHECKED)
         found._check()
         return found
 
@@ -163,7 +168,7 @@ def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, 
         raise UnsupportedData(
             say("these columns cannot be part of a batch: {names}", names=listed(refused)),
             why=joined(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),
-            fix=(_select_these(found),),
+            fix=(_select_these(found) if found else _read_without_batches(next(iter(refused))),),
         )
     _require_same_length(found)
     return found
@@ -186,8 +191,9 @@ def windows_of(data: CachedData, length: int, stride: int | None) -> NDArray:
     if len(tokens) <= length:
         raise UsageError(
             say("the file is shorter than one window"),
-            why=say("it has {count} tokens; sequence_length={length} needs {needed}: one more for the last target",
-                    count=len(tokens), length=length, needed=length + 1),
+            why=say("it has {tokens}; sequence_length={length} needs {needed}: one more for the last target",
+                    tokens=counted(len(tokens), phrase("{count} token"), phrase("{count} tokens")),
+                    length=length, needed=length + 1),
             fix=(say("pass sequence_length={most} or less", most=max(1, len(tokens) - 1)),),
         )  # fmt: skip
     windows: NDArray = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[:: stride or length]
@@ -213,7 +219,7 @@ def _column(data: CachedData, name: str) -> Column:
     raise UnsupportedData(
         say("{name} has no rows", name=name),
         why=say("it is a scalar"),
-        fix=(say("select the columns of the batch: keys=('images', 'labels')"),),
+        fix=(say("select other columns, or read it without batches: data[{name!r}]", name=name),),
     )
 
 
@@ -226,12 +232,20 @@ def _require_same_length(columns: Mapping[str, Column]) -> None:
         say("the columns have different numbers of rows"),
         why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
         or say("there are no columns"),
-        fix=(_select_these([name for name, rows in lengths.items() if rows == common]),),
+        fix=(
+            _select_these([name for name, rows in lengths.items() if rows == common])
+            if lengths
+            else say("open data with arrays that have rows"),
+        ),
     )
 
 
 def _select_these(names: Iterable[str]) -> str:
     return say("select the columns: keys=[{names}]", names=", ".join(map(repr, names)))
+
+
+def _read_without_batches(name: str) -> str:
+    return say("none of them has rows: read them without batches, as data[{name!r}]", name=name)
 
 
 _KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate

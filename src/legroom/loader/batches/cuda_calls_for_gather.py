@@ -15,7 +15,7 @@ import numpy as np
 
 from legroom.errors import UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused, DriverApi
-from legroom.messages import phrase, say
+from legroom.messages import counted, phrase, say
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
@@ -223,10 +223,10 @@ def open_driver(device: object) -> Driver:
     cuda: Any = torch.cuda
     try:
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(str(device))
-    except RuntimeError as problem:
+    except (RuntimeError, TypeError, ValueError) as problem:
         raise UsageError(
             say("{device!r} is not a device", device=device), why=first_line(problem), fix=("device='cuda'",)
-        ) from problem
+        ) from None
     if asked.type != "cuda":
         raise UsageError(
             say("{device} is not a CUDA device", device=asked), fix=(say("device='cuda', or device=None"),)
@@ -245,7 +245,10 @@ def open_driver(device: object) -> Driver:
         if index >= count:
             raise UsageError(
                 say("cuda:{index} does not exist", index=index),
-                why=say("torch sees {count} devices", count=count),
+                why=say(
+                    "torch sees {devices}",
+                    devices=counted(count, phrase("{count} CUDA device"), phrase("{count} CUDA devices")),
+                ),
                 fix=(say("check CUDA_VISIBLE_DEVICES"),),
             )
         cuda.init()

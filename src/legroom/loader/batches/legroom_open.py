@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.find_or_build_entry import OpenRequest, Where, open_as, source_paths
 from legroom.formats.base_reader import Selection
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def open(
         dtype: The type of the numbers in a flat token file, such as ``"uint16"``; little-endian unless it says
             otherwise. Other formats state their types themselves.
     """
+    check_arguments(open, locals(), ("path", "keys", "backing", "hash"))
     kind = None if dtype is None else lazy_import("legroom.formats.token_reader").token_dtype(dtype)
     request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict, revalidate, kind)
     return open_as(Data, request, wait=wait, progress=progress)

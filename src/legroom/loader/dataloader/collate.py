@@ -35,6 +35,7 @@ from legroom.loader.dataloader.send import (  # fmt: skip
 )
 from legroom.loader.dataloader.torch_internals import collate_call, current_fetcher, replace_tensor_collate
 from legroom.messages import say
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import require
 from legroom.system.processes_and_threads import legroom_disabled
 from legroom.units import format_size, parse_size
@@ -58,6 +59,7 @@ def collate(fn: Collate | None = None, *, memory_budget: int | str = "auto") -> 
         memory_budget: Limit for the batches on their way, of all workers of one iterator together: bytes, a string
             such as ``"256MB"``, or ``"auto"`` for what the machine and its cgroups leave free.
     """
+    check_arguments(collate, locals(), ("memory_budget",))
     return wrap_collate(fn if fn is not None else default_collate(), memory_budget)
 
 

@@ -29,6 +29,9 @@ from legroom.loader.dataloader.explain_start_failure import (
     explain_argument,
     explain_pickling,
     refuse_data,
+    refuse_no_length,
+    refuse_no_length_of,
+    refuse_types,
     use_short_tmpdir,
 )
 from legroom.loader.dataloader.explain_worker_crash import (
@@ -40,11 +43,12 @@ from legroom.loader.dataloader.explain_worker_crash import (
 from legroom.loader.dataloader.pin_memory import cuda_pinner
 from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
-from legroom.loader.dataloader.sharing.shared_epoch_iterator import SharedEpoch, Sharing
+from legroom.loader.dataloader.sharing.shared_epoch_iterator import ON_SLOW, SharedEpoch, Sharing
 from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers
 from legroom.loader.dataloader.worker_shutdown import EndWithProgram, exit_if_importing_main
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
+from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
 
 if TYPE_CHECKING:
@@ -113,15 +117,24 @@ class Loader:
         **options: Any,
     ) -> None:
         parse_budget(memory_budget)
+        check_choice("on_slow", on_slow, ON_SLOW)
         if sampler is None and batch_sampler is None:  # a sampler may give names
             refuse_data(dataset)
+            if shuffle:
+                refuse_no_length(dataset)
+        given = {
+            "dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "sampler": sampler,
+            "batch_sampler": batch_sampler, "num_workers": num_workers, "collate_fn": collate_fn,
+            "drop_last": drop_last, "timeout": timeout, "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context, "generator": generator, **options,
+        }  # fmt: skip
+        refuse_types(given)
         try:
             super().__init__(  # type: ignore[call-arg]
                 dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
                 timeout, worker_init_fn, multiprocessing_context, generator, **options,
             )  # fmt: skip
-        except ValueError as problem:
-            given = {"batch_size": batch_size, "num_workers": num_workers, "sampler": sampler, **options}
+        except (ValueError, TypeError) as problem:
             if (explained := explain_argument(problem, given)) is not None:
                 raise explained from None
             raise
@@ -184,6 +197,7 @@ class Loader:
         with self._start_lock:
             if self._sharing is not None:
                 return self._sharing.begin(self)
+            refuse_no_length_of(self)
             state, self._loaded_state = self._loaded_state, None
             if state is not None:
                 return self._resume_epoch(state)

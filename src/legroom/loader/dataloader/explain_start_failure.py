@@ -10,14 +10,16 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing import get_all_start_methods
 from multiprocessing.reduction import ForkingPickler
+from operator import index
 from typing import Any
 
-from legroom.errors import BadArgument, LoaderError, Unpicklable
+from legroom.errors import BadArgument, BadArgumentType, LoaderError, NoLength, Unpicklable
 from legroom.formats.base_reader import names_shown
 from legroom.loader.dataloader.collate import SlotCollate
-from legroom.messages import say
+from legroom.messages import listed, phrase, say
 from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
 from legroom.system.lazy_and_optional_imports import import_lock
 
@@ -25,11 +27,95 @@ _log = logging.getLogger("legroom")
 _SOCKET_NAME = len("/listener-12345678")
 _SHORT_FOLDERS = ("/tmp", "/var/tmp")
 _NAMES_SHOWN = 3
+_VALUE_SHOWN = 100  # characters
 _Explanation = tuple[str, tuple[str, ...]]
 
 
-def explain_argument(problem: ValueError, given: Mapping[str, Any]) -> BadArgument | None:
-    """torch's error as BadArgument, which is a ValueError too; None if there is nothing to add.
+def refuse_types(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a type with which torch fails later, in a comparison, or in the first epoch.
+
+    BadArgumentType is a TypeError, as torch's error is.
+    """
+    for name, (accepts, wanted) in _TYPES.items():
+        value = given.get(name)
+        if (value is None and name not in _REQUIRED) or (name == "prefetch_factor" and given["num_workers"] == 0):
+            continue
+        if not accepts(value):
+            shown = repr(value)
+            raise BadArgumentType(
+                say("{name} must be {wanted} (got {value})", name=name, wanted=say(wanted),
+                    value=shown if len(shown) <= _VALUE_SHOWN else shown[:_VALUE_SHOWN] + "…"),
+                why=say("a value of type {kind} cannot be used for it", kind=type(value).__name__),
+                fix=(say("pass {wanted}", wanted=say(wanted)),),
+            )  # fmt: skip
+    if given.get("prefetch_factor") == 0 and given["num_workers"]:
+        raise BadArgument(
+            say("prefetch_factor must be an integer ≥ 1 (got {value!r})", value=given["prefetch_factor"]),
+            why=say("a worker that prefetches no batch is never asked for one"),
+            fix=(say("pass prefetch_factor of 1 or more"), say("or omit {name}", name="prefetch_factor")),
+        )
+
+
+def refuse_no_length(dataset: Any) -> None:
+    """Refuse a dataset without ``len()`` whose samples torch's own samplers would number; a TypeError, as torch's."""
+    from torch.utils.data import IterableDataset
+
+    if hasattr(type(dataset), "__len__") or isinstance(dataset, IterableDataset):
+        return
+    raise NoLength(
+        say("the dataset has no len(): {kind} does not define __len__", kind=type(dataset).__name__),
+        why=say("without a sampler, samples are numbered from 0 to len(dataset) - 1"),
+        fix=(
+            say("define __len__ in the dataset"),
+            say("or subclass torch.utils.data.IterableDataset, if the dataset can only be iterated"),
+            say("or pass a sampler: sampler=range(1000)"),
+        ),
+    )
+
+
+def refuse_no_length_of(loader: Any) -> None:
+    """The same for a loader, if it uses one of torch's samplers of its dataset."""
+    from torch.utils.data import RandomSampler, SequentialSampler
+
+    batches, sampler = loader.batch_sampler, loader.sampler
+    used = batches is None or getattr(batches, "sampler", None) is sampler
+    if used and type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is loader.dataset:
+        refuse_no_length(loader.dataset)
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        return index(value) is not None  # True too, as for torch
+    except TypeError:
+        return False
+
+
+def _is_iterable(value: Any) -> bool:
+    return hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+
+
+def _is_generator(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Generator)
+
+
+_REQUIRED = ("num_workers", "timeout")  # None is not their default
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_workers": (_is_integer, phrase("an integer ≥ 0")),
+    "prefetch_factor": (_is_integer, phrase("an integer ≥ 1")),
+    "timeout": (lambda value: isinstance(value, (int, float)) or hasattr(type(value), "__float__"),
+                phrase("a number of seconds ≥ 0")),
+    "sampler": (_is_iterable, phrase("an iterable of indices")),
+    "batch_sampler": (_is_iterable, phrase("an iterable of lists of indices")),
+    "collate_fn": (callable, phrase("a function")),
+    "worker_init_fn": (callable, phrase("a function")),
+    "generator": (_is_generator, phrase("a torch.Generator")),
+}  # fmt: skip
+
+
+def explain_argument(problem: ValueError | TypeError, given: Mapping[str, Any]) -> BadArgument | BadArgumentType | None:
+    """torch's error as BadArgument, a ValueError, or BadArgumentType, a TypeError; None if there is nothing to add.
 
     torch's own sentence stays the first, because people search for it.
     """
@@ -37,7 +123,8 @@ def explain_argument(problem: ValueError, given: Mapping[str, Any]) -> BadArgume
     for words, explain in _KNOWN.items():
         if words in text:
             why, fix = explain(given)
-            return BadArgument(text, why=why, fix=fix)
+            kind = BadArgumentType if isinstance(problem, TypeError) else BadArgument
+            return kind(text, why=why, fix=fix)
     return None
 
 
@@ -69,6 +156,56 @@ def _sampler(given: Mapping[str, Any]) -> _Explanation:
     )
 
 
+def _timeout(given: Mapping[str, Any]) -> _Explanation:
+    return say("timeout must be a number of seconds ≥ 0 (got {value})", value=given["timeout"]), (
+        say("timeout=0 waits for a batch without a limit"),
+    )
+
+
+def _negative_prefetch(given: Mapping[str, Any]) -> _Explanation:
+    value = given["prefetch_factor"]
+    return say("prefetch_factor must be an integer ≥ 1 (got {value!r})", value=value), (
+        say("pass prefetch_factor of 1 or more"),
+        say("or omit {name}", name="prefetch_factor"),
+    )
+
+
+def _context(given: Mapping[str, Any]) -> _Explanation:
+    methods, shown = get_all_start_methods(), repr(given["multiprocessing_context"])
+    return say("start methods of this system: {names} (got {value})", names=listed(methods), value=shown), (
+        f"multiprocessing_context={methods[0]!r}",
+        say("or omit {name}", name="multiprocessing_context"),
+    )
+
+
+def _drop_last(given: Mapping[str, Any]) -> _Explanation:
+    value = given["drop_last"]
+    return say("a value of type {kind} cannot be used for it", kind=type(value).__name__), (f"drop_last={bool(value)}",)
+
+
+def _batch_sampler(given: Mapping[str, Any]) -> _Explanation:
+    beside = [name for name in ("shuffle", "sampler", "drop_last") if given[name]]
+    beside = [*(["batch_size"] if given["batch_size"] != 1 else []), *beside]
+    return say("the batch_sampler makes the batches; also given: {names}", names=listed(beside)), (
+        say("omit {name}", name=listed(beside)),
+        say("or omit {name}", name="batch_sampler"),
+    )
+
+
+def _without_batches(given: Mapping[str, Any]) -> _Explanation:
+    return say("without batches there is no last one that is smaller"), (
+        say("omit {name}", name="drop_last"),
+        say("or pass a batch_size of 1 or more"),
+    )
+
+
+def _stream_order(name: str, given: Mapping[str, Any]) -> _Explanation:
+    kind = type(given["dataset"]).__name__
+    return say("{kind} is an IterableDataset, which determines the order of its samples itself", kind=kind), (
+        say("omit {name}", name=name),
+    )
+
+
 _KNOWN = {  # words of torch's sentence
     "batch_size should be a positive integer value": _batch_size,
     "num_workers option should be non-negative": _num_workers,
@@ -76,6 +213,18 @@ _KNOWN = {  # words of torch's sentence
         "prefetch_factor", given
     ),
     "persistent_workers option needs num_workers > 0": lambda given: _needs_workers("persistent_workers", given),
+    "timeout option should be non-negative": _timeout,
+    "prefetch_factor option should be non-negative": _negative_prefetch,
+    "multiprocessing_context option should specify a valid start method": _context,
+    "multiprocessing_context option should be a valid context": _context,
+    "multiprocessing_context can only be used with": lambda given: _needs_workers("multiprocessing_context", given),
+    "drop_last should be a boolean value": _drop_last,
+    "batch_sampler option is mutually exclusive": _batch_sampler,
+    "disables auto-batching": _without_batches,
+    "expected unspecified shuffle option": lambda given: _stream_order("shuffle", given),
+    "expected unspecified sampler option": lambda given: _stream_order("sampler", given),
+    "expected unspecified batch_sampler option": lambda given: _stream_order("batch_sampler", given),
+    # Last: the sentence about batch_sampler contains "sampler option is mutually exclusive" too.
     "sampler option is mutually exclusive with shuffle": _sampler,
 }
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from legroom.errors import UsageError
 from legroom.loader.dataloader.epoch_iterator import END, LEAVE, PLACEHOLDER, STOP, Progress, WorkerState
-from legroom.messages import say
+from legroom.messages import counted, phrase, say
 
 if TYPE_CHECKING:
     import torch
@@ -194,9 +194,11 @@ def _in_batches_of(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
 def _other_batch_size(loader: Any, state: Mapping[str, Any], fix: str) -> UsageError:
     then, now, yielded = state["batch_size"], loader.batch_size, int(state["yielded"])
     if then is None or now is None:
-        why = say("{count} batches were returned, with batch_size={then}", count=yielded, then=then)
+        count = counted(yielded, phrase("{count} batch"), phrase("{count} batches"))
+        why = say("returned before: {count}, with batch_size={then}", count=count, then=then)
     else:
-        why = say("{samples} samples were returned, with batch_size={then}", samples=yielded * then, then=then)
+        count = counted(yielded * then, phrase("{count} sample"), phrase("{count} samples"))
+        why = say("returned before: {count}, with batch_size={then}", count=count, then=then)
     return UsageError(say("cannot resume with batch_size={now}", now=now), why=why, fix=(fix,))
 
 

@@ -20,14 +20,14 @@ from legroom.loader.dataloader.resume import dataset_state_dict
 from legroom.loader.dataloader.sharing.digest_equal_in_any_process import leaves
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Orders, SeededStream
-from legroom.loader.measure.import_dataset import find_dataset, length
+from legroom.loader.measure.import_dataset import BatchSizeNeeded, chosen_batch_size, find_dataset, length
 from legroom.messages import say
 
 BATCHES = 4
 _CODE = "from legroom.loader.measure.compare_batches_made_twice import main; main()"
 
 
-def differing_parts(dataset: str, collate: str | None, batch_size: int, timeout: float) -> dict[str, Any]:
+def differing_parts(dataset: str, collate: str | None, batch_size: int | None, timeout: float) -> dict[str, Any]:
     """``batches``: how many were made twice; ``differing``: for each of them that differs, the paths of its parts."""
     found = [
         _made(dataset, collate, batch_size, timeout, seed, backwards) for seed, backwards in (("1", ""), ("2", "1"))
@@ -40,12 +40,13 @@ def differing_parts(dataset: str, collate: str | None, batch_size: int, timeout:
     return {"batches": len(found[0]), "differing": differing}
 
 
-def _made(dataset: str, collate: str | None, batch_size: int, timeout: float, seed: str, backwards: str) -> Any:
+def _made(dataset: str, collate: str | None, batch_size: int | None, timeout: float, seed: str, backwards: str) -> Any:
     """The digests of all parts of some batches, made in a new process."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CODE, dataset, collate or "", str(batch_size), backwards], capture_output=True,
-            text=True, timeout=timeout, env={**os.environ, "PYTHONHASHSEED": seed, "CUDA_VISIBLE_DEVICES": ""},
+            [sys.executable, "-c", _CODE, dataset, collate or "", str(batch_size or ""), backwards],
+            capture_output=True, text=True, timeout=timeout,
+            env={**os.environ, "PYTHONHASHSEED": seed, "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise DatasetFailed(
@@ -57,7 +58,10 @@ def _made(dataset: str, collate: str | None, batch_size: int, timeout: float, se
         raise DatasetFailed(
             say("the dataset {name} could not be loaded", name=dataset), why=last[-1] if last else str(done.returncode)
         )
-    return json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise BatchSizeNeeded(answer["error"]["message"], why=answer["error"]["why"], fix=tuple(answer["error"]["fix"]))
+    return answer
 
 
 def main() -> None:
@@ -67,7 +71,12 @@ def main() -> None:
     found = find_dataset(spec, collate or None)
     from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
-    batch_size, collate_fn = int(size), found.collate_fn or default_collate
+    try:
+        batch_size = chosen_batch_size(int(size) if size else None, found.settings)
+    except BatchSizeNeeded as problem:
+        sys.stdout.write(json.dumps({"error": problem.as_dict()}) + "\n")
+        return
+    collate_fn = found.collate_fn or default_collate
     if isinstance(found.dataset, IterableDataset):
         made = _stream_batches(found.dataset, collate_fn, batch_size, spec if backwards else None)
     else:

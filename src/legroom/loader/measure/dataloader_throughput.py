@@ -43,8 +43,12 @@ def run_loader(
     *,
     step_seconds: float = 0.0,
     seconds: float = 1.0,
+    loader: Any = None,
 ) -> float:
-    """Samples per second with a step of ``step_seconds``, measured after the first batch."""
+    """Samples per second with a step of ``step_seconds``, measured after the first batch.
+
+    ``loader``: the DataLoader that the dataset was given as, whose worker_init_fn is used.
+    """
     import torch
 
     # In a forked child the other threads of torch's pool do not exist, and their first use would hang.
@@ -53,6 +57,7 @@ def run_loader(
         "batch_size": settings.batch_size,
         "num_workers": settings.num_workers,
         "collate_fn": collate_fn,
+        "worker_init_fn": getattr(loader, "worker_init_fn", None),
     }
     if settings.num_workers:
         arguments["prefetch_factor"] = settings.prefetch_factor
@@ -60,10 +65,10 @@ def run_loader(
         arguments["shuffle"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of more workers than cores, which is what is measured
-        loader = loader_class(settings.loader_kind)(dataset, **arguments)
+        running = loader_class(settings.loader_kind)(dataset, **arguments)
         batches, started = 0, 0.0
         while True:
-            for _ in loader:
+            for _ in running:
                 if not started:  # the first batch includes the start of the workers
                     started = time.perf_counter()
                     continue
@@ -77,16 +82,16 @@ def run_loader(
 
 
 def run_loader_in_child(dataset: Any, collate_fn: Callable[[Any], Any] | None, settings: CompleteLoaderSettings,
-                        step_seconds: float) -> float | str:  # fmt: skip
+                        step_seconds: float, loader: Any = None) -> float | str:  # fmt: skip
     """The same in a forked child, so that its crash is not ours; a string describes a failure."""
     if "fork" not in multiprocessing.get_all_start_methods():
-        return run_loader(dataset, collate_fn, settings, step_seconds=step_seconds)
+        return run_loader(dataset, collate_fn, settings, step_seconds=step_seconds, loader=loader)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
     def work() -> None:
         try:
-            theirs.send(run_loader(dataset, collate_fn, settings, step_seconds=step_seconds))
+            theirs.send(run_loader(dataset, collate_fn, settings, step_seconds=step_seconds, loader=loader))
         except Exception as problem:  # any exception of the user's code
             theirs.send(f"{type(problem).__name__}: {problem}")
 

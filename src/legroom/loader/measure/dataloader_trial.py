@@ -21,12 +21,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from legroom.loader.measure.import_dataset import FoundDataset
     from legroom.loader.measure.trial_garbage_collections import ForkedCollections
     from legroom.probe.copy_on_write import CopiedMemory
 
@@ -54,14 +56,18 @@ def main(request: str, answer: str) -> None:
         settings = json.load(file)
     if os.getcwd() not in sys.path:  # absent under PYTHONSAFEPATH
         sys.path.insert(0, os.getcwd())
-    from legroom.loader.measure.import_dataset import find_dataset
+    from legroom.loader.measure.import_dataset import FoundDataset, find_dataset
 
-    def make() -> tuple[Any, Any]:
+    def make() -> FoundDataset:
+        measured = settings.pop("measured")
         if sizes := settings.pop("sizes", None):
             settings.pop("spec"), settings.pop("collate")
-            return TensorsOfSize(sizes, settings.pop("samples")), None
+            return FoundDataset(TensorsOfSize(sizes, settings.pop("samples")), None)
         named = find_dataset(settings.pop("spec"), settings.pop("collate"))
-        return named.dataset, named.collate_fn
+        # Measuring ran out of memory before it had read these settings; a trial of others answers another question.
+        if named.loader is not None and not measured:
+            raise MemoryError
+        return named
 
     run(make, answer, settings, caller=False)
     os._exit(0)  # threads or atexit hooks of a dataset may hang
@@ -82,7 +88,7 @@ class TensorsOfSize:
         return tuple(torch.ones(size, dtype=torch.uint8) for size in self._sizes)
 
 
-def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any], *, caller: bool = True) -> None:
+def run(make: Callable[[], FoundDataset], answer: str, settings: dict[str, Any], *, caller: bool = True) -> None:
     """In the child: run the loop and write every step to the file ``answer``; ``caller``: a fork of the caller."""
     prefer_kill()
     sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -91,8 +97,9 @@ def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, An
         os.write(sink, (json.dumps({**what, "time": time.monotonic()}) + "\n").encode())
 
     try:
-        dataset, collate_fn = make()
-        _loop(dataset, collate_fn, note, caller=caller, **settings)
+        found = make()
+        taken_over = found.trial_arguments(settings["batch_size"], settings["loader_kind"])
+        _loop(found.dataset, found.collate_fn, note, caller=caller, taken_over=taken_over, **settings)
     except BaseException as problem:  # SystemExit too: a script may exit while it is imported
         note(
             error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), lost=_lost(problem),
@@ -124,6 +131,7 @@ def _loop(
     batch_seconds: float,
     pause_seconds: float,
     longer_seconds: float,
+    taken_over: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     options: dict[str, Any] = {}
     if num_workers:
@@ -134,11 +142,15 @@ def _loop(
         }
     module = "legroom.loader.dataloader.dataloader" if loader_kind == "legroom" else "torch.utils.data"
 
+    # A batch sampler makes whole batches; a sampler decides the order.
+    order: dict[str, Any] = {} if "batch_sampler" in taken_over else {"batch_size": batch_size}
+    if not taken_over.keys() & {"sampler", "batch_sampler"}:
+        order["shuffle"] = _shuffled(dataset)
+
     def new_loader() -> Any:
         return import_module(module).DataLoader(
-            dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=collate_fn,
-            shuffle=_shuffled(dataset), **options,
-        )  # fmt: skip
+            dataset, num_workers=num_workers, collate_fn=collate_fn, **order, **taken_over, **options
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking with threads, and of more workers than cores

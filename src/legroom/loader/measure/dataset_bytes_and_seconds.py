@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 from math import ceil
@@ -14,7 +14,7 @@ from legroom.loader.measure.dataloader_throughput import measure_transport
 from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.measure.load_timed_samples import Clock, Contents, DrawnSamples, contents_of, draw_samples
 from legroom.loader.measure_process_memory import free_bytes, idle_worker, private_bytes, start_method
-from legroom.messages import phrase, say
+from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind
 from legroom.records.workload import Measured
 from legroom.system.argument_checks import check_integer
@@ -34,12 +34,15 @@ def measure(
     seconds: float = 2.0,
     transport: LoaderKind | None = None,
     method: str | None = None,
+    rows: int | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Measured:
     """Load up to ``samples`` samples at random indices, or for ``seconds``, and collate them.
 
     As many are collated as a batch has and as fit in a quarter of the free memory; a larger batch is extrapolated.
     ``transport`` also measures, with a real worker, what it costs to send a batch through that kind of loader.
-    ``method`` is the start method of workers; None: Python's default.
+    ``method`` is the start method of workers; None: Python's default. ``rows`` is the number of samples in an epoch, if
+    not all of the dataset; ``settings`` those of the DataLoader that the dataset was given as.
     """
     batch_size = check_integer("batch_size", batch_size, 1)
     default_collate = require("torch.utils.data", "torch", phrase("measuring a dataset")).default_collate
@@ -48,7 +51,7 @@ def measure(
     # A worker that is not forked is a new interpreter, which holds at most what this one holds.
     idle = idle_worker() if (method or start_method()) == "fork" else private_bytes()
     free = free_bytes("legroom")
-    drawn, rows = _samples(dataset, batch_size, samples, seconds, free)
+    drawn, all_rows = _samples(dataset, batch_size, samples, seconds, free)
     each = [contents_of(sample) for sample in drawn.samples]
     sample_bytes = sum(sum(one.tensors) + one.other for one in each) // len(each)
     members, found, collate_seconds, grows = _collated(collate_fn, drawn.samples, batch_size, free)
@@ -62,7 +65,8 @@ def measure(
         cpu_seconds=drawn.cpu,
         wait_seconds=drawn.wait,
         collate_seconds=collate_seconds,
-        rows=rows,
+        rows=all_rows if rows is None else rows,
+        loader=settings,
         source=_source_text(len(drawn.samples), len(members), batch_size),
         batch_size=len(members),
         each=grows,
@@ -152,7 +156,7 @@ def _timed(collate_fn: Callable[[Any], Any], members: list[Any], times: int) -> 
             if time.monotonic() > deadline:
                 break
     except Exception as problem:  # any exception of the user's code
-        raise _failed(say("collating {count} samples failed", count=len(members)), problem) from problem
+        raise _failed(say("collating {samples} failed", samples=_count(len(members))), problem) from problem
     return batch, best
 
 
@@ -164,12 +168,16 @@ def _failed(what: str, problem: Exception) -> DatasetFailed:
 def _source_text(drawn: int, collated: int, batch_size: int) -> str:
     if collated < batch_size:
         return say(
-            "measured: {collated} collated samples, extrapolated to {size}",
-            collated=collated, size=batch_size,
+            "measured: {samples} collated together, extrapolated to {size}",
+            samples=_count(collated), size=batch_size,
         )  # fmt: skip
     if drawn < batch_size:
         return say(
-            "measured: one collated batch, {drawn} samples repeated to {size}",
-            drawn=drawn, size=batch_size,
+            "measured: one collated batch, {samples} repeated to {size}",
+            samples=_count(drawn), size=batch_size,
         )  # fmt: skip
-    return say("measured: one collated batch, {drawn} samples loaded", drawn=drawn)
+    return say("measured: one collated batch, {samples} loaded", samples=_count(drawn))
+
+
+def _count(samples: int) -> str:
+    return counted(samples, phrase("{count} sample"), phrase("{count} samples"))

@@ -1,5 +1,7 @@
 """Imports a dataset that is named ``module:object`` or ``file.py:object``, and finds out what kind it is.
 
+A DataLoader stands for its dataset, with the settings that it was made with.
+
 The import runs in a child process (measure_dataset_in_child.py, dataloader_trial.py), where it can do no harm.
 """
 
@@ -11,11 +13,11 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, ismodule, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from legroom.errors import DatasetFailed, LegroomError, MissingKey, UsageError
 from legroom.loader.measure.dataloader_trial import traceback_tail
@@ -145,10 +147,151 @@ def _imported(home: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FoundDataset:
-    """A dataset and its collate function; None: torch's default_collate."""
+    """A dataset, and the DataLoader that it was given as, if it was."""
 
     dataset: Any
-    collate_fn: Callable[[Any], Any] | None
+    collate_fn: Callable[[Any], Any] | None  # None: torch's default_collate
+    loader: Any = None
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The DataLoader's settings as JSON has them; None without a DataLoader."""
+        return None if self.loader is None else loader_settings(self.loader)
+
+    def rows(self) -> int | None:
+        """Samples in an epoch of one rank, if a sampler of the user decides that; None: as many as the dataset has."""
+        sampler = None if self.loader is None else _own_sampler(self.loader)
+        if sampler is None:
+            return None
+        count = length(sampler)
+        if count is None:
+            return None
+        if sampler is self.loader.batch_sampler:
+            size = getattr(sampler, "batch_size", None)
+            return count * size if _is_size(size) else None
+        return count
+
+    def trial_arguments(self, batch_size: int, kind: str) -> dict[str, Any]:
+        """What a DataLoader with batches of this size takes over of the one that was given: no plain setting."""
+        if self.loader is None:
+            return {}
+        found: dict[str, Any] = {"worker_init_fn": self.loader.worker_init_fn}
+        if kind == "legroom" and _is_legrooms(self.loader):
+            found["memory_budget"] = self.loader.memory_budget
+        sampler = _own_sampler(self.loader)
+        if sampler is not None and sampler is self.loader.batch_sampler:
+            if getattr(sampler, "batch_size", None) == batch_size:
+                return {**found, "batch_sampler": sampler}
+        elif sampler is not None:
+            found["sampler"] = sampler
+        return {**found, "drop_last": _drops_last(self.loader)}
+
+
+def open_loader(thing: Any, collate_fn: Callable[[Any], Any] | None = None) -> FoundDataset:
+    """The dataset of a DataLoader, or the thing itself; a given collate function replaces that of the DataLoader."""
+    torch_data = sys.modules.get("torch.utils.data")  # a DataLoader exists only where torch is imported
+    if torch_data is None or not isinstance(thing, torch_data.DataLoader):
+        return FoundDataset(thing, collate_fn)
+    return FoundDataset(thing.dataset, collate_fn or _own_collate(thing), thing)
+
+
+def _own_collate(loader: Any) -> Callable[[Any], Any] | None:
+    """The collate function that the DataLoader was given; None: the default."""
+    from torch.utils.data import default_collate, default_convert
+
+    own: Any = loader.collate_fn
+    if _is_legrooms(loader):  # which wraps it
+        own = getattr(own, "fn", own)
+    return None if own in (default_collate, default_convert) else own
+
+
+def _is_legrooms(loader: Any) -> bool:
+    return hasattr(loader, "memory_budget")
+
+
+def loader_settings(loader: Any) -> dict[str, Any]:
+    """The settings of a DataLoader by the name of the argument; functions and samplers by their own names."""
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    context, sampler = loader.multiprocessing_context, _own_sampler(loader)
+    batches = sampler is not None and sampler is loader.batch_sampler
+    return {
+        "batch_size": int(size) if _is_size(size) else None,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
+        "persistent_workers": bool(loader.persistent_workers),
+        "pin_memory": bool(loader.pin_memory),
+        "start_method": None if context is None else context.get_start_method(),
+        "loader": "legroom" if _is_legrooms(loader) else "torch",
+        "drop_last": _drops_last(loader),
+        "batch_sampler": name_of(sampler) if batches else None,
+        "sampler": None if batches else name_of(sampler),
+        "worker_init_fn": name_of(loader.worker_init_fn),
+        "collate_fn": name_of(_own_collate(loader)),
+    }
+
+
+def _drops_last(loader: Any) -> bool:
+    if loader.batch_size is not None:
+        return bool(loader.drop_last)
+    return bool(getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def name_of(thing: Any) -> Any:
+    """A plain setting as it is, a function by its name, any other object by that of its class."""
+    if thing is None or isinstance(thing, (bool, int, str)):
+        return thing
+    return str(getattr(thing, "__name__", type(thing).__name__))
+
+
+def _own_sampler(loader: Any) -> Any:
+    """The sampler or batch sampler that decides which samples an epoch has; None: each of the dataset once."""
+    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+    if is_iterable(loader.dataset):
+        return None
+    sampler = loader.sampler
+    if loader.batch_size is None:
+        if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+            return loader.batch_sampler
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+    if sampler is None or type(sampler) is SequentialSampler:
+        return None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length(loader.dataset):
+        return None
+    return sampler
+
+
+class BatchSizeNeeded(UsageError):
+    """Neither given, nor a setting of a DataLoader."""
+
+
+def chosen_batch_size(given: int | None, settings: Mapping[str, Any] | None) -> int:
+    """The batch size: given, or that of the DataLoader with these settings."""
+    if given is not None:
+        return given
+    if settings is None:
+        raise BatchSizeNeeded(
+            say("the batch size is missing"),
+            why=say("only a DataLoader has one, and this is not a DataLoader"),
+            fix=(say("pass batch_size="),),
+        )
+    if settings["batch_size"] is not None:
+        return int(settings["batch_size"])
+    if settings["batch_sampler"] is not None:
+        raise BatchSizeNeeded(
+            say("the DataLoader has a batch_sampler without a batch_size"),
+            why=say("{name} decides how many samples a batch has", name=settings["batch_sampler"]),
+            fix=(say("pass the number of samples in its largest batch: batch_size="),),
+        )
+    raise BatchSizeNeeded(
+        say("the DataLoader makes no batches: its batch_size is None"),
+        why=say("its dataset returns whole batches"),
+        fix=(say("pass the dataset instead, with a batch size of 1 and a collate_fn that returns its one sample"),),
+    )
 
 
 def find_dataset(spec: str, collate: str | None) -> FoundDataset:
@@ -157,15 +300,17 @@ def find_dataset(spec: str, collate: str | None) -> FoundDataset:
     if isinstance(thing, type) or (callable(thing) and not _draws(thing)):
         thing = _called(thing, spec)
     chosen = import_object(collate) if collate else None
-    if isinstance(thing, require("torch.utils.data", "torch", phrase("measuring a dataset")).DataLoader):
-        return FoundDataset(thing.dataset, chosen or thing.collate_fn)
+    require("torch.utils.data", "torch", phrase("measuring a dataset"))
+    found = open_loader(thing, chosen)
+    if found.loader is not None:
+        return found
     if not _draws(thing):
         raise CannotImport(
             say("{spec} is not a dataset", spec=spec),
             why=say("an object of type {kind} has neither __getitem__ nor __iter__", kind=type(thing).__name__),
             fix=(say("pass a dataset, a function that returns one, or a DataLoader"),),
         )
-    return FoundDataset(thing, chosen)
+    return found
 
 
 def _called(factory: Callable[..., Any], spec: str) -> Any:

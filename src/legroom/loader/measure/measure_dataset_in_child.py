@@ -10,6 +10,7 @@ dataset's own output goes to another file, so it is never taken for the answer.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -26,7 +27,13 @@ from legroom.loader.measure import memory_guard_script
 from legroom.loader.measure.dataloader_throughput import run_loader
 from legroom.loader.measure.dataloader_trial import prefer_kill, traceback_tail
 from legroom.loader.measure.dataset_bytes_and_seconds import FIX, measure
-from legroom.loader.measure.import_dataset import CannotImport, find_dataset, split_name
+from legroom.loader.measure.import_dataset import (
+    BatchSizeNeeded,
+    CannotImport,
+    chosen_batch_size,
+    find_dataset,
+    split_name,
+)  # fmt: skip
 from legroom.loader.measure.start_memory_guard import (
     GuardedRun,
     child_environment,
@@ -41,11 +48,13 @@ from legroom.system.atomic_file import replace_file
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration, format_size
 
+AS_LOADER = "as-loader"  # the transport of the DataLoader that is named, or Legroom's
+
 
 def measure_dataset(
     spec: str,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     collate: str | None = None,
     samples: int = 32,
     timeout: float = 60,
@@ -55,8 +64,9 @@ def measure_dataset(
 ) -> Measured:
     """Measure the dataset ``module:object`` in a child; DatasetFailed explains how that failed.
 
-    The object may be a dataset, a function that returns one, or a DataLoader, whose own collate function is used.
-    ``transport`` ("torch" or "legroom") also measures what it costs to send a batch from a worker.
+    The object may be a dataset, a function that returns one, or a DataLoader, whose own collate function is used, and
+    whose batch size if none is given.
+    ``transport`` ("torch", "legroom" or AS_LOADER) also measures what it costs to send a batch from a worker.
     """
     for name in (spec, *([collate] if collate else [])):
         split_name(name)
@@ -85,7 +95,8 @@ def in_child(name: str, timeout: float, **request: Any) -> dict[str, Any]:
 
     def run(folder: Path) -> GuardedRun:
         path = folder / "request"
-        path.write_text(json.dumps(request), encoding="utf-8")
+        where = {"loader_file": str(folder / "loader")} if request["task"] == "measure" else {}
+        path.write_text(json.dumps({**request, **where}), encoding="utf-8")
         line = [
             sys.executable,
             "-m",
@@ -120,7 +131,7 @@ def _answer(name: str, timeout: float, run: Callable[[Path], GuardedRun]) -> dic
             answer: dict[str, Any] = json.loads((folder / "answer").read_text(encoding="utf-8"))
         except OSError:
             if ran.stopped in ("ram", "shm") or ran.killed:
-                raise _out_of_memory(name, ran) from None
+                raise _out_of_memory(name, ran, folder) from None
             raise _crashed(name, ran.status, timeout, last_lines(folder / "output")) from None
     return answer
 
@@ -145,7 +156,7 @@ def _run_unguarded(line: list[str], folder: Path, timeout: float) -> GuardedRun:
     return GuardedRun(status, None if status is not None else "time", 0, 0, (), killed=False)
 
 
-def _out_of_memory(name: str, ran: GuardedRun) -> DatasetOutOfMemory:
+def _out_of_memory(name: str, ran: GuardedRun, folder: Path) -> DatasetOutOfMemory:
     pool = "shm" if ran.stopped == "shm" else "ram"
     taken = format_size(ran.shm if pool == "shm" else ran.ram)
     if ran.killed:
@@ -157,6 +168,9 @@ def _out_of_memory(name: str, ran: GuardedRun) -> DatasetOutOfMemory:
     fix = say("load less in the dataset's constructor; legroom.open maps a file instead of reading it")
     error = DatasetOutOfMemory(_failed(name), why=why, fix=(fix,))
     error.pool, error.taken = pool, ran.ram
+    with contextlib.suppress(OSError):
+        error.loader = json.loads((folder / "loader").read_text(encoding="utf-8"))
+        error.found = True
     return error
 
 
@@ -165,6 +179,8 @@ def _raised(name: str, answer: dict[str, Any]) -> LegroomError:
     for kind in (MissingKey, MissingPackage):  # nothing was loaded: a name or a package is missing
         if error["code"] == kind.code:
             return kind(error["message"], why=error["why"], fix=error["fix"])
+    if answer.get("needs_batch_size"):
+        return BatchSizeNeeded(error["message"], why=error["why"], fix=tuple(error["fix"]))
     if answer.get("at_import"):
         return DatasetFailed(error["message"], why=error["why"], fix=tuple(error["fix"]))
     lines = answer["tail"] or [error["message"], error.get("why")]
@@ -208,6 +224,8 @@ def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
         answer: dict[str, Any] = {"result": work()}
     except CannotImport as problem:
         answer = {"error": problem.error.as_dict(), "at_import": True}
+    except BatchSizeNeeded as problem:
+        answer = {"error": problem.as_dict(), "needs_batch_size": True}
     except LegroomError as problem:
         cause = problem.__cause__
         answer = {"error": problem.as_dict(), "tail": traceback_tail(cause) if cause else []}
@@ -219,14 +237,27 @@ def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
     os._exit(0)  # threads or atexit hooks of a dataset may hang, and are not needed any more
 
 
-def _measure(spec: str, collate: str | None, **how: Any) -> dict[str, Any]:
+def _measure(
+    spec: str, collate: str | None, batch_size: int | None, method: str | None, transport: Any, loader_file: str,
+    **how: Any,
+) -> dict[str, Any]:  # fmt: skip
     found = find_dataset(spec, collate)
-    return asdict(measure(found.dataset, collate_fn=found.collate_fn, **how))
+    settings = found.settings
+    replace_file(loader_file, json.dumps(settings))  # before anything that may exhaust the memory
+    if transport == AS_LOADER:
+        transport = "legroom" if settings is None else settings["loader"]
+    measured = measure(
+        found.dataset, collate_fn=found.collate_fn, batch_size=chosen_batch_size(batch_size, settings),
+        method=method or (settings or {}).get("start_method"), transport=transport, rows=found.rows(),
+        settings=settings, **how,
+    )  # fmt: skip
+    return asdict(measured)
 
 
 def _run_loader(spec: str, collate: str | None, settings: dict[str, Any], **how: Any) -> dict[str, Any]:
     found = find_dataset(spec, collate)
-    return {"rate": run_loader(found.dataset, found.collate_fn, CompleteLoaderSettings(**settings), **how)}
+    rate = run_loader(found.dataset, found.collate_fn, CompleteLoaderSettings(**settings), loader=found.loader, **how)
+    return {"rate": rate}
 
 
 _TASKS: dict[str, Callable[..., dict[str, Any]]] = {"measure": _measure, "run_loader": _run_loader}

@@ -6,11 +6,13 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed
+from legroom.loader.measure.import_dataset import FoundDataset
 from legroom.loader.measure.measure_dataset_in_child import measured_from
 from legroom.loader.measure.memory_guard_script import RESERVE
 from legroom.loader.measure.start_memory_guard import (
@@ -40,28 +42,32 @@ def why_not() -> str | None:
 
 
 def try_named(
-    spec: str, collate: str | None, *, timeout: float, leaving: bool, measured: Measured | None, **settings: Any
-) -> LoaderTrial:
+    spec: str, collate: str | None, *, timeout: float, leaving: bool, measured: Measured | None,
+    own: Mapping[str, Any] | None, known: bool, **settings: Any,
+) -> LoaderTrial:  # fmt: skip
     """Run the loop over the dataset ``module:object``, or over tensors of ``sizes``, in a new interpreter.
 
     ``leaving``: this program has nothing else to do. It is replaced by the guard, so that the loop has all the memory
-    that it will have, and starts again afterwards, when it reads ``measured`` and the result (``tried_before``).
+    that it will have, and starts again afterwards, when it reads ``measured``, ``own`` and the result
+    (``tried_before``). ``own``: the settings of the DataLoader that the dataset is given as, if that is ``known``.
     """
     folder = Path(tempfile.mkdtemp(prefix="legroom-"))
     try:
         request = folder / "request"
-        request.write_text(json.dumps({"spec": spec, "collate": collate, **settings}), encoding="utf-8")
+        request.write_text(
+            json.dumps({"spec": spec, "collate": collate, "measured": known, **settings}), encoding="utf-8"
+        )
         line = [sys.executable, "-m", "legroom.loader.measure.dataloader_trial", str(request), str(folder / "answer")]
         if leaving:
             fields = None if measured is None else asdict(measured)
-            (folder / "measured").write_text(json.dumps(fields), encoding="utf-8")
+            (folder / "measured").write_text(json.dumps({"measured": fields, "own": own}), encoding="utf-8")
             become_guard(line, folder, timeout, [sys.executable, "-m", "legroom", *sys.argv[1:]])
         return _result(spec, timeout, run_guarded(line, folder, timeout), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def try_object(dataset: Any, collate_fn: Any, *, timeout: float, **settings: Any) -> LoaderTrial:
+def try_object(found: FoundDataset, *, timeout: float, **settings: Any) -> LoaderTrial:
     """Run the loop over a dataset object, in a fork of this process."""
     with import_lock:
         from legroom.loader.measure.dataloader_trial import run
@@ -69,24 +75,27 @@ def try_object(dataset: Any, collate_fn: Any, *, timeout: float, **settings: Any
     folder = Path(tempfile.mkdtemp(prefix="legroom-"))
 
     def work() -> None:
-        run(lambda: (dataset, collate_fn), str(folder / "answer"), settings)
+        run(lambda: found, str(folder / "answer"), settings)
 
     try:
         ran = fork_guarded(work, folder, timeout)
-        return replace(_result(type(dataset).__name__, timeout, ran, folder), forked=True)
+        return replace(_result(type(found.dataset).__name__, timeout, ran, folder), forked=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def tried_before(spec: str, timeout: float) -> tuple[Measured | None, LoaderTrial] | None:
-    """What this program measured and tried before it was replaced by the guard; None: it did not."""
+def tried_before(spec: str, timeout: float) -> tuple[Measured | None, Mapping[str, Any] | None, LoaderTrial] | None:
+    """What this program measured and tried before it was replaced by the guard; None: it did not.
+
+    Between them the settings of the DataLoader that the dataset is given as.
+    """
     folder = folder_of_earlier_run()
     if folder is None:
         return None
     try:
-        fields = json.loads((folder / "measured").read_text(encoding="utf-8"))
-        measured = None if fields is None else measured_from(fields)
-        return measured, _result(spec, timeout, read_result(folder), folder)
+        before = json.loads((folder / "measured").read_text(encoding="utf-8"))
+        measured = None if before["measured"] is None else measured_from(before["measured"])
+        return measured, before["own"], _result(spec, timeout, read_result(folder), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -43,7 +43,7 @@ from legroom.loader.stream.shuffle import (
 from legroom.loader.stream.stream_files import Catalog, Paths, expand, read_catalog
 from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small
 from legroom.messages import phrase, say
-from legroom.system.argument_checks import check_choice, check_integer
+from legroom.system.argument_checks import check_arguments, check_choice, check_integer
 from legroom.system.lazy_and_optional_imports import require
 from legroom.units import parse_size
 
@@ -83,6 +83,7 @@ def stream(
         drop_last: Drop a batch smaller than ``batch_size``.
         shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
     """
+    check_arguments(stream, locals(), ("columns", "batch_size", "memory", "seed", "format", "rank", "world_size"))
     rank, world_size = rank_and_world(rank, world_size, os.environ, process_group())
     settings = StreamSettings(
         batch_size=batch_size,

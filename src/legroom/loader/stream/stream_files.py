@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from legroom.cache.downloads_in_store import temporary_file
-from legroom.cache.find_or_build_entry import source_paths
+from legroom.cache.find_or_build_entry import not_a_path, source_paths
 from legroom.errors import SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader
 from legroom.formats.detect import open_source
@@ -30,6 +30,7 @@ from legroom.remote.object_store import RemoteObject
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path
 from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed
+from legroom.system.argument_checks import check_path
 
 FileKind = Literal["parquet", "arrow", "arrow-stream"]
 
@@ -177,8 +178,8 @@ def _chosen(schema: Any, columns: str | Iterable[str] | None, path: SourcePath) 
     if columns is None:
         taken = tuple(names)
     else:
-        taken = (columns,) if isinstance(columns, str) else tuple(columns)
-    if not taken or len(set(taken)) != len(taken):
+        taken = (columns,) if isinstance(columns, str) else tuple(columns) if isinstance(columns, Iterable) else ()
+    if not taken or not all(isinstance(one, str) for one in taken) or len(set(taken)) != len(taken):
         raise UsageError(
             say("columns must name at least one column, and none twice (got {columns!r})", columns=columns),
             fix=(say("omit columns to read all of them"),),
@@ -235,6 +236,9 @@ def expand(paths: Paths) -> list[SourcePath]:
         )
     found: dict[SourcePath, None] = {}
     for one in given:
+        if not isinstance(one, (str, os.PathLike)):
+            raise not_a_path(one)
+        check_path(say("the path"), one)
         text = os.fspath(one)
         local = local_path(text) if is_url(text) else text
         for path in source_paths(text) if local is None else _files(local):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from legroom.advice.choose_tuned_settings import Climbed, Step, TuneRequest, choose, climb
@@ -18,7 +18,8 @@ from legroom.advice.fit_on_machine import per_rank
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.dataloader_throughput import run_loader_in_child, time_step
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
-from legroom.loader.measure.measure_dataset_in_child import in_child, measure_dataset
+from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
+from legroom.loader.measure.measure_dataset_in_child import AS_LOADER, in_child, measure_dataset
 from legroom.loader.measure.unchanged_random_state import unchanged_random_state
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.remembered_settings import key_of, last_settings, named_key, remember
@@ -33,7 +34,7 @@ from legroom.records.loader_settings_and_flags import (
 from legroom.records.machine import Machine
 from legroom.records.settings_and_overrides import Settings
 from legroom.records.workload import Measured
-from legroom.system.argument_checks import check_integer, check_seconds
+from legroom.system.argument_checks import check_arguments, check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import require
 
 log = logging.getLogger("legroom")
@@ -44,7 +45,7 @@ _DRAWING = 1.5  # seconds; below five in total, with the measurements of worker 
 def tune(
     dataset: Any,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     effective_batch: int | None = None,
     step_seconds: float | None = None,
     step: Callable[[Any], Any] | None = None,
@@ -52,7 +53,7 @@ def tune(
     collate_fn: Callable[[Any], Any] | None = None,
     preset: str | None = None,
     climb: bool = False,
-    loader: LoaderKind = "legroom",
+    loader: LoaderKind | None = None,
     previous: Settings | Literal["last"] | None = None,
     machine: Machine | None = None,
     **overrides: Any,
@@ -63,7 +64,7 @@ def tune(
 
     Args:
         dataset: Sampled for a second or two; of a DataLoader, its dataset and collate are used.
-        batch_size: Largest number of samples per batch on one rank.
+        batch_size: Largest number of samples per batch on one rank; None: that of the DataLoader.
         effective_batch: Samples per optimizer step; None: ``batch_size`` × ranks.
         step_seconds: Duration of a training step; the loader need not be faster.
         step: Or the step itself, called with a few real batches to time it. These calls train.
@@ -71,23 +72,29 @@ def tune(
         collate_fn: As for DataLoader; None: that of the DataLoader, or torch's.
         preset: ``"development"``, ``"production"`` or ``"cluster"``: how much of the free memory to use.
         climb: Run the loader with increasing settings and keep the last that worked.
-        loader: Which DataLoader will run: ``"legroom"`` or ``"torch"``.
+        loader: Which DataLoader will run: ``"legroom"`` or ``"torch"``; None: as ``dataset`` is, else Legroom's.
         previous: Result of an earlier call: its measurements are reused, free memory is read again, and changes
             are logged. ``"last"`` uses the settings that worked in the last run.
         machine: The machine to fit into; None: this one.
         **overrides: Settings by name that are fixed; those in ``LEGROOM_SETTINGS`` take precedence.
     """
-    dataset, collate_fn = _opened(dataset, collate_fn)
+    check_arguments(tune, locals(), ("step_seconds", "preset"))
+    _check_step(step_seconds, step)
+    require("torch.utils.data", "torch", "legroom.tune")
+    opened = open_loader(dataset, collate_fn)
+    dataset, collate_fn, own = opened.dataset, opened.collate_fn, opened.settings
+    if batch_size is not None:
+        batch_size = check_integer("batch_size", batch_size, 1)
+    batch_size, loader = chosen_batch_size(batch_size, own), _kind(loader, own)
     fixed = read_settings(overrides).changed(from_environment(os.environ)).given()
     world = rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
     # Checked before measuring, which takes seconds.
-    batch_size = check_integer("batch_size", batch_size, 1)
     per_rank(batch_size, effective_batch, world)
     named_preset(preset)
     key = key_of(dataset)
     before = last_settings(key) if previous == "last" else previous
     with unchanged_random_state():
-        measured = _measured(dataset, collate_fn, batch_size, loader, before)
+        measured = _measured(opened, batch_size, loader, world, before)
         timed = _step(dataset, collate_fn, batch_size, step_seconds, step)
     request = TuneRequest(
         batch_size=batch_size,
@@ -100,7 +107,7 @@ def tune(
     )
     machine = machine or snapshot()
     with unchanged_random_state():
-        climbed = _climbed(dataset, collate_fn, measured, machine, request) if climb else None
+        climbed = _climbed(opened, measured, machine, request) if climb else None
     settings = settle(measured, machine, request, fixed, climbed)
     _log_settings(settings, before)
     if isinstance(previous, Settings):
@@ -110,10 +117,11 @@ def tune(
     return settings
 
 
-def _opened(dataset: Any, collate_fn: Callable[[Any], Any] | None) -> tuple[Any, Callable[[Any], Any] | None]:
-    if isinstance(dataset, require("torch.utils.data", "torch", "legroom.tune").DataLoader):
-        return dataset.dataset, collate_fn or dataset.collate_fn
-    return dataset, collate_fn
+def _kind(given: LoaderKind | None, own: Mapping[str, Any] | None) -> LoaderKind:
+    """Whose DataLoader will run: the given one, else that which the dataset was given as."""
+    if given is not None:
+        return given
+    return "legroom" if own is None or own["loader"] == "legroom" else "torch"
 
 
 def _local(world: int) -> int:
@@ -122,12 +130,14 @@ def _local(world: int) -> int:
     return min(world, int(text)) if text.isdigit() and int(text) else world
 
 
-def _measured(
-    dataset: Any, collate_fn: Callable[[Any], Any] | None, batch_size: int, kind: LoaderKind, before: Settings | None
-) -> Measured:
+def _measured(opened: FoundDataset, batch_size: int, kind: LoaderKind, ranks: int, before: Settings | None) -> Measured:
     if before is not None and before.measured is not None and before.measured.batch_size == batch_size:
         return before.measured
-    return measure(dataset, batch_size=batch_size, collate_fn=collate_fn, seconds=_DRAWING, transport=kind)
+    measured = measure(
+        opened.dataset, batch_size=batch_size, collate_fn=opened.collate_fn, seconds=_DRAWING, transport=kind,
+        rows=opened.rows(), settings=opened.settings,
+    )  # fmt: skip
+    return replace(measured, rows=measured.rows_of(ranks))
 
 
 def _step(
@@ -137,25 +147,28 @@ def _step(
     seconds: float | None,
     step: Callable[[Any], Any] | None,
 ) -> Step:
+    if step is not None:
+        return time_step(dataset, collate_fn, batch_size, step)
+    return Step() if seconds is None else Step(seconds)
+
+
+def _check_step(seconds: float | None, step: Callable[[Any], Any] | None) -> None:
     if seconds is not None and step is not None:
         raise UsageError(
             say("pass either step_seconds or step, not both"),
             why=say("step_seconds is the time of a step, step is called to measure it"),
             fix=(say("pass one of them"),),
         )
-    if step is not None:
-        return time_step(dataset, collate_fn, batch_size, step)
-    if seconds is None:
-        return Step()
-    return Step(check_seconds("step_seconds", seconds))
+    if seconds is not None:
+        check_seconds("step_seconds", seconds)
 
 
-def _climbed(
-    dataset: Any, collate_fn: Callable[[Any], Any] | None, measured: Measured, machine: Machine, request: TuneRequest
-) -> Climbed:
+def _climbed(opened: FoundDataset, measured: Measured, machine: Machine, request: TuneRequest) -> Climbed:
     return climb(
         measured, machine, request, choose(measured, machine, request),
-        lambda settings: run_loader_in_child(dataset, collate_fn, settings, request.step.seconds),
+        lambda settings: run_loader_in_child(
+            opened.dataset, opened.collate_fn, settings, request.step.seconds, opened.loader
+        ),
     )  # fmt: skip
 
 
@@ -174,14 +187,14 @@ def _log_settings(settings: Settings, before: Settings | None) -> None:
 def tune_named(
     spec: str,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     effective_batch: int | None = None,
     step_seconds: float = 0.0,
     ranks: int = 1,
     collate: str | None = None,
     preset: str | None = None,
     climbing: bool = False,
-    kind: LoaderKind = "legroom",
+    kind: LoaderKind | None = None,
     by_hand: Mapping[str, Any] | None = None,
     timeout: float = 60,
 ) -> Settings:
@@ -190,11 +203,17 @@ def tune_named(
     The memory that the dataset took in the child counts as memory of the training process.
     """
     wanted = read_settings(by_hand or {}).given()
-    per_rank(batch_size, effective_batch, ranks)
+    if batch_size is None:  # that of the DataLoader; the other numbers are checked now
+        per_rank(1, effective_batch, ranks)
+    else:
+        per_rank(batch_size, effective_batch, ranks)
     named_preset(preset)
     measured = measure_dataset(
-        spec, batch_size=batch_size, collate=collate, timeout=timeout, seconds=1.5, transport=kind
+        spec, batch_size=batch_size, collate=collate, timeout=timeout, seconds=1.5, transport=kind or AS_LOADER
     )
+    measured = replace(measured, rows=measured.rows_of(ranks))
+    batch_size, kind = chosen_batch_size(batch_size, measured.loader), _kind(kind, measured.loader)
+    per_rank(batch_size, effective_batch, ranks)
     request = TuneRequest(
         batch_size=batch_size,
         effective_batch=effective_batch,
