@@ -131,7 +131,10 @@ def in_use_error(store: Store, key: str) -> EntryInUse:
     return EntryInUse(
         say("{key} is in use", key=key),
         why=say("used by {who}", who=who) if who else say("a process outside this PID namespace holds its lock"),
-        fix=(say("end those processes first"), say("remove it with --force; those processes keep their mapped pages")),
+        fix=(
+            say("end those processes first"),
+            say("remove it with force=True; those processes keep their mapped pages"),
+        ),
     )
 
 
