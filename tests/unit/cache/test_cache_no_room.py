@@ -238,3 +238,4 @@ def test_a_file_that_cannot_be_mapped_is_not_advised_to_be(
         with pytest.raises(NoRoom) as caught:
             legroom.open(path)  # type: ignore[arg-type]
         assert "inplace" not in " ".join(caught.value.fix)
+        assert "keys=" not in " ".join(caught.value.fix)  # there is one array

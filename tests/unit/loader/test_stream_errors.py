@@ -254,3 +254,9 @@ def test_a_name_of_a_column_that_is_not_utf_8(tmp_path: Path, kind: str, column:
     for paths in (path, [good, path]):
         with pytest.raises(DamagedSource, match=path.name):
             list(stream(paths, batch_size=2, format="python"))
+
+
+def test_advice_about_a_filter_is_about_the_filter(path: Path) -> None:
+    with pytest.raises(MissingKey, match="has no 'prt'") as caught:
+        stream(path, filters=[("prt", "==", 1)])
+    assert "omit columns" not in " ".join(caught.value.fix) and "'part'" in " ".join(caught.value.fix)
