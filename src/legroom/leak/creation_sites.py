@@ -13,16 +13,22 @@ import functools
 import gc
 import sys
 import tracemalloc
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from legroom.leak.containers_held_by_variables import newest_items
 from legroom.leak.object_size import ObjectSize, is_tensor, pool_of, size_of
 from legroom.leak.user_source_files import CodeLine, nearest_user_line, user_lines
 
 _FRAMES = 12
 _MOST_SITES = 24
 _MOST_OBJECTS, _FEWEST_OBJECTS = 8000, 32  # read for the size of a container's items: of all, and of each
+_MOST_ITEMS_READ, _MOST_ITEMS_TRACED, _MOST_ITEMS_OF_WINDOW = 4096, 256, 1024  # of a container, and of all
+_UNORDERED = 32  # items of a container of which it is not known which ones a window has added
+_MOST_ORIGINS, _MOST_THROUGH = 6, 6  # lines noted of each container in a window, and of the calls around each
+_GOLDEN = 0.6180339887
 _SMALL = 8  # items of a part that is read piece by piece
 _BEFORE_OBJECT = (
     32,
@@ -176,6 +182,41 @@ def bytes_by_origin(items: Sequence[Any], *, pairs: bool) -> tuple[dict[Origin, 
             size = size_of([part], most_objects=most, seen=seen)
             (unknown if at is None else found.setdefault(at, OriginBytes())).add(size)
     return found, unknown
+
+
+def creations(items: Sequence[Any], *, pairs: bool) -> list[tuple[object, ...]]:
+    """The same as rows of a record: lines that made the most, and a row without a file. Empty if none is known."""
+    found, unknown = bytes_by_origin(items, pairs=pairs)
+    by_size = sorted(found.items(), key=lambda one: -sum(one[1].pools.values()))
+    by_graphs = sorted(by_size, key=lambda one: -one[1].graphs)
+    kept = dict((*by_size[:_MOST_ORIGINS], *by_graphs[:_MOST_ORIGINS]))
+    rows = [(*at.line, made.pools, made.graphs, made.tensors, at.through[:_MOST_THROUGH]) for at, made in kept.items()]
+    return [*rows, ("", 0, unknown.pools, unknown.graphs, unknown.tensors, ())] if rows else []
+
+
+def creations_in_window(
+    holders: Mapping[int, Any], sizes: Mapping[int, int]
+) -> Iterator[tuple[int, list[tuple[object, ...]]]]:
+    """By container: which lines made what was added; empty if all of that had been made before the window.
+
+    ``sizes``: of those that keep an order, when the window began. One of whose items nothing is known is left out.
+    """
+    left = _MOST_ITEMS_OF_WINDOW
+    for number, thing in holders.items():
+        before = sizes.get(number)
+        added = _UNORDERED if before is None else max(2, len(thing) - before)
+        items = some_of(newest_items(thing, min(added, _MOST_ITEMS_READ)), max(2, min(left, _MOST_ITEMS_TRACED)))
+        left -= len(items)
+        made = creations(items, pairs=not isinstance(thing, (list, deque, set))) if items else []
+        if made or (items and before is not None and len(thing) >= before + min(2, len(items))):
+            yield number, made
+
+
+def some_of(items: list[Any], most: int) -> list[Any]:
+    """At most so many of them, spread so that no period of the items is met again and again."""
+    if len(items) <= most:
+        return items
+    return [items[at] for at in sorted({int(number * _GOLDEN % 1 * len(items)) for number in range(most)})]
 
 
 def _parts(thing: Any) -> Sequence[object]:

@@ -6,13 +6,11 @@ a pool grows beyond its holders is named by tracemalloc's windows, or is called 
 
 from __future__ import annotations
 
-import linecache
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from legroom.leak.bytes_added_by_lines import items_made, lines_of, shares_of_lines
 from legroom.leak.leak_or_plateau import FEWEST, SeriesTrend, trend
-from legroom.leak.lines_that_fill_containers import line_that_added, lines_for, passing_lines
 from legroom.leak.record_files import CounterSample, CreatedItems, HolderRecord, ProcessRecord, TraceWindow
 from legroom.leak.user_source_files import is_user_file
 from legroom.messages import say
@@ -42,7 +40,6 @@ _MOST_LINES = 3
 _EVEN = 0.55
 _MOSTLY_SEEN = 0.8  # of the newest items' bytes: then it is known which of several lines adds how much
 _LEAST_SHARE = 0.1  # of the bytes, from which a line is named
-_ENTRY = re.compile(r"\['(\w+)'\](?:\[…\])?$")  # of log['loss']
 
 
 @dataclass
@@ -343,7 +340,7 @@ def _one_per_line(candidates: list[_Candidate]) -> list[_Candidate]:
     """Of variables that grow by the same line, one: a chain of sums is visible in several."""
     found: dict[tuple[str, tuple[int, ...]], _Candidate] = {}
     for one in candidates:
-        lines = tuple(line.line for line in _lines(one.holder))
+        lines = tuple(line.line for line in lines_of(one.holder))
         found.setdefault((one.holder.file, lines or (-one.holder.number - 1,)), one)
     with_lines = {key: one for key, one in found.items() if key[1][0] >= 0}
     return list((with_lines or found).values())
@@ -358,62 +355,25 @@ def _sites(
     one: _Candidate, pool: str, rate: float, series: _Series, pools: _Pools, kind: Kind | None = None
 ) -> list[GrowingSite]:
     """A holder's site; where several lines fill it and it was seen what each adds, one for each that adds much."""
-    holder, lines = one.holder, _lines(one.holder)
-    shares = _shares(holder, lines, pool, graph=kind == "graph")
+    holder, lines = one.holder, lines_of(one.holder)
+    shares = shares_of_lines(holder, lines, pool, graph=kind == "graph")
     known = sum(shares.values())
     ordered = sorted(lines, key=lambda line: -shares.get(line, 0.0))
     if len(lines) < 2 or known < _MOSTLY_SEEN:
-        made = _made(holder, pool, lines, kind, None)
+        made = items_made(holder, pool, lines, graph=kind == "graph", line=None)
         return [_site(one, pool, rate, series, pools, lines, made, kind)]
     adding = [line for line in ordered if shares.get(line, 0.0) >= _LEAST_SHARE * known]
     all_of_them = sum(shares[line] for line in adding)
     sites = []
     for line in adding:
         part = shares[line] / all_of_them
-        made, others = _made(holder, pool, lines, kind, line), tuple(one for one in ordered if one != line)
+        made, others = (
+            items_made(holder, pool, lines, graph=kind == "graph", line=line),
+            tuple(one for one in ordered if one != line),
+        )
         site = _site(one, pool, rate * part, series, pools, (line, *others), made, kind, share=shares[line])
         sites.append(site)
     return sites
-
-
-def _shares(holder: HolderRecord, lines: Sequence[SourceLine], pool: str, *, graph: bool) -> dict[SourceLine, float]:
-    """How much of the newest items' bytes, or of their graphs, each line adds, as far as it was seen."""
-
-    def amount(items: CreatedItems) -> int:
-        return items.graphs if graph else items.pools.get(pool, 0)
-
-    total = sum(amount(items) for items in (*holder.created, *holder.unknown))
-    shares: dict[SourceLine, float] = {}
-    for items in holder.created:
-        line = _line_that_added(holder, items, lines)
-        if line is not None and total > 0 and amount(items):
-            shares[line] = shares.get(line, 0.0) + amount(items) / total
-    return shares
-
-
-def _line_that_added(holder: HolderRecord, items: CreatedItems, lines: Sequence[SourceLine]) -> SourceLine | None:
-    frames = [number for file, number in ((items.file, items.line), *items.through) if file == holder.file]
-    source = "".join(linecache.getlines(holder.file))
-    number = line_that_added(source, [one.line for one in lines], frames)
-    return None if number is None else SourceLine(holder.file, number)
-
-
-def _made(
-    holder: HolderRecord, pool: str, lines: Sequence[SourceLine], kind: Kind | None, line: SourceLine | None
-) -> list[CreatedItems]:
-    """What was seen to be made of its items, the largest first; only what that line added, where one is given."""
-    made = [one for one in holder.created if line is None or _line_that_added(holder, one, lines) == line]
-    users = [one for one in made if is_user_file(one.file)] or made
-    amounts: dict[tuple[str, int], tuple[int, int, int]] = {}
-    for one in users:
-        bytes_before, graphs, count = amounts.get((one.file, one.line), (0, 0, 0))
-        amounts[one.file, one.line] = bytes_before + one.pools.get(pool, 0), graphs + one.graphs, count + 1
-
-    def rank(one: CreatedItems) -> tuple[int, int, int, int]:
-        size, graphs, count = amounts[one.file, one.line]
-        return -graphs if kind == "graph" else 0, -size, -count, one.line
-
-    return sorted(users, key=rank)
 
 
 def _site(
@@ -478,22 +438,6 @@ def _why(one: _Candidate, per: Per, *, confirmed: bool) -> tuple[str, ...]:
     if not confirmed:
         reasons.append(say("the growth of memory use does not confirm it"))
     return tuple(reasons)
-
-
-def _lines(holder: HolderRecord) -> tuple[SourceLine, ...]:
-    """Where the source fills the holder."""
-    if holder.line is not None:
-        return (SourceLine(holder.file, holder.line),)
-    itself = holder.unit in ("nodes", "bytes")
-    source = "".join(linecache.getlines(holder.file))
-    entry = _ENTRY.search(holder.name)
-    key = None if entry is None else entry[1]
-    found = lines_for(source, holder.word, holder.function, itself=itself, entry=key)
-    if not found and itself:
-        found = lines_for(source, holder.word, holder.function, entry=key)
-    if not found:
-        found = passing_lines(source, holder.word)
-    return tuple(SourceLine(holder.file, number) for number in found)
 
 
 def _unexplained(

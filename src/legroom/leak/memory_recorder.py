@@ -13,15 +13,14 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from typing import Any
 
 from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
 from legroom.leak.containers_held_by_variables import Holder, Holding, Key, Walk, newest_items, running_frames
-from legroom.leak.creation_sites import Tracing, bytes_by_origin, live_tensors
+from legroom.leak.creation_sites import Tracing, creations, creations_in_window, live_tensors
 from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset
 from legroom.leak.object_size import size_per_item
-from legroom.leak.process_counters import process_start, read_counters
+from legroom.leak.process_counters import free_gpus, process_start, read_counters
 from legroom.leak.record_files import SCHEMA, RecordWriter, counters_object
 from legroom.leak.shm_files_by_line import ShmFiles
 from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
@@ -53,10 +52,6 @@ _MOST_HOLDERS = 400  # recorded
 _MOST_MEASURED = 24  # holders whose items are measured in one sample
 _FEWEST_ITEMS = 4  # of a container that is recorded
 _FEWEST_MEASURED, _MOST_ITEMS_MEASURED = 8, 1024  # newest items of a container whose size is measured
-_MOST_ITEMS_READ, _MOST_ITEMS_TRACED, _MOST_ITEMS_OF_WINDOW = 4096, 256, 1024  # whose creation is looked up
-_UNORDERED = 32  # items of a container of which it is not known which ones a window has added
-_MOST_ORIGINS, _MOST_THROUGH = 6, 6  # lines written of each container in a window, and of the calls around each
-_GOLDEN = 0.6180339887
 _FREE_EVERY = 5.0  # seconds between readings of free memory
 _PUBLISH_EVERY = 10.0  # seconds between two reports to `legroom watch`, at least
 _STEPS_EVERY = 1.0  # seconds between two counts of steps for it
@@ -288,7 +283,7 @@ class Recorder:
                 self._free["shm"] = space.f_bavail * space.f_frsize
             except OSError:
                 pass
-            self._free.update(_free_gpus())
+            self._free.update(free_gpus())
             return self._free
         return {}
 
@@ -365,29 +360,15 @@ class Recorder:
                 tensors=size.tensors, saved=None if graph is None else saved_bytes(graph),
             )  # fmt: skip
             if self._tracing.scripts_own and holding.unit == "items":
-                self._note_creation(number, items[-_FEWEST_MEASURED:], pairs=isinstance(holding.thing, dict))
+                made = creations(items[-_FEWEST_MEASURED:], pairs=isinstance(holding.thing, dict))
+                if made:
+                    self._writer.write("created", number=number, sites=made)
 
     def _items_of_steps(self, first: tuple[int | None, float, int], amount: int) -> int:
         """The items of four steps: a script may add a large one and many small ones in each."""
         steps = self.steps - first[0] if first[0] is not None and self._source is not None else 0
         each = -(-(amount - first[2]) // steps) if steps > 0 else 0
         return min(_MOST_ITEMS_MEASURED, max(_FEWEST_MEASURED, 4 * each))
-
-    def _note_creation(self, number: int, items: list[Any], *, pairs: bool) -> bool:
-        """Which lines made these items, with their bytes; False if none is known."""
-        found, unknown = bytes_by_origin(items, pairs=pairs)
-        if not found:
-            return False
-        largest = sorted(found.items(), key=lambda one: (-one[1].graphs, -sum(one[1].pools.values())))
-        by_size = sorted(found.items(), key=lambda one: -sum(one[1].pools.values()))
-        kept = dict((*by_size[:_MOST_ORIGINS], *largest[:_MOST_ORIGINS]))
-        sites = [
-            (*at.line, made.pools, made.graphs, made.tensors, at.through[:_MOST_THROUGH]) for at, made in kept.items()
-        ]
-        self._writer.write(
-            "created", number=number, sites=[*sites, ("", 0, unknown.pools, unknown.graphs, unknown.tensors, ())]
-        )
-        return True
 
     # Pages that a forked process copies
 
@@ -462,7 +443,11 @@ class Recorder:
         sites = self._tracing.end()
         tensors = None
         if not aborted:
-            self._note_creations()
+            for number, made in creations_in_window(self._window_holders, self._window_sizes):
+                if made:
+                    self._writer.write("created", number=number, sites=made)
+                else:
+                    self._writer.write("existing", number=number)  # added in the window, and made before it
             if not self._forked and self._windows >= 1 and self._grows():
                 found = live_tensors().items()
                 tensors = [(line.file, line.number, count, pools) for line, (count, pools) in found if count > 2]
@@ -477,19 +462,6 @@ class Recorder:
             )  # fmt: skip
         usual = (self._step_time or 0.0) * steps
         self._window_cost += max(0.0, seconds - usual) + time.monotonic() - started
-
-    def _note_creations(self) -> None:
-        """Of each container the lines that made what was added in the window."""
-        left = _MOST_ITEMS_OF_WINDOW
-        for number, thing in self._window_holders.items():
-            before = self._window_sizes.get(number)
-            added = _UNORDERED if before is None else max(2, len(thing) - before)
-            items = _some(newest_items(thing, min(added, _MOST_ITEMS_READ)), max(2, min(left, _MOST_ITEMS_TRACED)))
-            left -= len(items)
-            if not items or self._note_creation(number, items, pairs=not isinstance(thing, (list, deque, set))):
-                continue
-            if before is not None and len(thing) >= before + min(2, len(items)):
-                self._writer.write("existing", number=number)  # added in the window, and made before it
 
     # The thread, and forks
 
@@ -591,25 +563,8 @@ def _follow_forks(recorder: Recorder) -> None:
     )
 
 
-def _some(items: list[Any], most: int) -> list[Any]:
-    """At most so many of them, spread so that no period of the items is met again and again."""
-    if len(items) <= most:
-        return items
-    return [items[at] for at in sorted({int(number * _GOLDEN % 1 * len(items)) for number in range(most)})]
-
-
 def _smoothed(before: float | None, now: float) -> float:
     return now if before is None else before + 0.1 * (now - before)
-
-
-def _free_gpus() -> dict[str, int]:
-    torch: Any = sys.modules.get("torch")
-    try:
-        if torch is None or not torch.cuda.is_initialized():
-            return {}
-        return {f"gpu{number}": torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
-    except Exception:  # the driver is gone
-        return {}
 
 
 def _type_name(thing: Any, *, pair: bool) -> str:
