@@ -215,6 +215,16 @@ def cut(line: str, columns: int) -> str:
     return kept + "…"
 
 
+def cut_front(line: str, columns: int) -> str:
+    """One line, cut at its beginning to that width: the end of a path says which file it is."""
+    if cells(line) <= columns:
+        return line
+    room, first = columns - 1, len(line)
+    while first and (room := room - _cells(line[first - 1])) >= 0:
+        first -= 1
+    return "…" + line[first:]
+
+
 def fill(text: str, columns: int, first: str, rest: str) -> str:
     """The text wrapped; commands are never broken at a hyphen or inside a word, Chinese between any two characters."""
     if len(text) == cells(text) and len(first) == cells(first):

@@ -84,9 +84,7 @@ def _check_trainings(data: dict[str, Any]) -> None:
     assert len({training["steps"] for training in data["trainings"]}) == 1
     rescue = data["rescue"]
     assert rescue["verdict"] == "killed" and rescue["signal"] == 9
-    assert (
-        0 < rescue["resumed_from"] <= rescue["at_step"] + 64 and rescue["resumed_from"] < data["trainings"][0]["steps"]
-    )
+    assert 0 < rescue["resumed_from"] <= rescue["at_step"] and rescue["resumed_from"] < data["trainings"][0]["steps"]
     assert [training["starts"] for training in data["trainings"]] == [1, 1, 2, 1]
     memory, held = data["memory"], data["data_bytes"]
     assert memory["separate"] > 4 * held and held < memory["shared"] < memory["separate"]

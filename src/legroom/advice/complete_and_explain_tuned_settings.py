@@ -26,12 +26,16 @@ from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine
 from legroom.records.settings_and_overrides import Lever, Settings
 from legroom.records.workload import Measured, Need, Plan
-from legroom.units import format_size
+from legroom.units import format_duration, format_size
 
 
 def milliseconds(seconds: float) -> str:
-    """Three figures: ``0.412 ms``, ``11.2 ms``, ``1200 ms``."""
+    """Three figures: ``0.412 ms``, ``11.2 ms``, ``1.2 s``, ``28.4 s``."""
+    if seconds >= 99.95:
+        return format_duration(seconds)
     value = seconds * 1000
+    if value >= 999.5:
+        return f"{seconds:.3g} s"
     digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} ms"
 

@@ -311,11 +311,19 @@ def ask_above(runtime: RuntimeEnvironment) -> tuple[str, ...]:
     return (say("read memory.max of the parent cgroups on the host"),)
 
 
-def free_disk(path: str) -> tuple[str, ...]:
-    """How to free disk space."""
+def free_disk(*paths: str) -> tuple[str, ...]:
+    """How to free space on the disks of these directories; without one, how to find the disk that is full."""
+    if not paths:
+        return (
+            say("find the disk that is full, in bytes or in number of files:\ndf -h\ndf -i"),
+            say("list its largest directories:\ndu -xh --max-depth=1 DIRECTORY | sort -h | tail"),
+        )
+    import shlex
+
+    named = shlex.join(paths)
     return (
-        say("list the largest directories:\ndu -xh --max-depth=1 {path} | sort -h | tail", path=path),
-        check_room(path),
+        say("list the largest directories:\ndu -xh --max-depth=1 {path} | sort -h | tail", path=named),
+        check_room(named),
     )
 
 

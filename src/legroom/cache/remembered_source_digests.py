@@ -173,15 +173,17 @@ def replace_record(store: Store, name: str, data: bytes) -> None:
     scratch = TEMPORARY + secrets.token_hex(8)
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=store.sources)
     try:
-        write_all(fd, data, 0)
-        if store.backing == "disk":
-            os.fsync(fd)
+        try:
+            write_all(fd, data, 0)
+            if store.backing == "disk":
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(scratch, name, src_dir_fd=store.sources, dst_dir_fd=store.sources)
     except BaseException:
-        os.close(fd)
-        os.unlink(scratch, dir_fd=store.sources)
+        with suppress(OSError):
+            os.unlink(scratch, dir_fd=store.sources)
         raise
-    os.close(fd)
-    os.rename(scratch, name, src_dir_fd=store.sources, dst_dir_fd=store.sources)
 
 
 # Samples: one symbolic link per (hash, size, sample), which points to the entry. By its name a cold open finds out

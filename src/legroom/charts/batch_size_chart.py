@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from legroom.charts.drawing import (
     Circle,
@@ -22,6 +21,7 @@ from legroom.charts.drawing import (
 from legroom.messages import say
 from legroom.records.gpu_results import BatchFound
 from legroom.system.argument_checks import check_arguments
+from legroom.system.atomic_file import replace_file
 from legroom.units import format_size
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 380, 84, 600, 76, 316
@@ -37,7 +37,7 @@ def plot(found: BatchFound, path: str | os.PathLike[str] | None = None) -> str:
     check_arguments(plot, locals())
     text = svg(batch_chart(found))
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        replace_file(path, text)
     return text
 
 

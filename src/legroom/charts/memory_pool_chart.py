@@ -108,10 +108,18 @@ def _panel(name: str, points: Sequence[PoolPoint], x: Scale, top: int) -> list[S
     return [
         *shapes,
         Circle(x(point.when), y(share), 3.5, "blue", name="peak", tip=tip),
-        # At the right edge, where no line runs.
-        Text(x.end + 6, max(y(share) + 4, top + 9), f"{share * 100:.0f} %"),
-        Text(12, top + 50, say("peak {used}", used=used), 11, "soft"),
+        Text(12, top + 50, say("peak {share:.0f} %", share=share * 100), 11, "soft"),
+        Text(12, top + 66, used, 11, "soft"),
+        _last_value(points[-1], known[-1][1], x, y, top),
     ]
+
+
+def _last_value(last: PoolPoint, height: float, x: Scale, y: Scale, top: int) -> Text:
+    """The last value, at the right edge at its height; at the last known height that it is unknown."""
+    text = say("unknown") if last.share is None else f"{last.share * 100:.0f} %"
+    return Text(
+        x.end + 6, max(y(height) + 4, top + 9), text, colour="soft" if last.share is None else "ink", name="last"
+    )
 
 
 def _runs(points: Sequence[PoolPoint]) -> list[list[tuple[float, float]]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import click
 
 from legroom.cli.text_layout import labelled, paint, paragraph, steps
 from legroom.messages import say
-from legroom.records.failure import LogFacts, Verdict
+from legroom.records.failure import Verdict
 
 
 @click.command()
@@ -30,7 +29,7 @@ def command(log: str, as_json: bool) -> int:
 
     facts = read_log(log)
     evidence = Evidence(log=facts)
-    verdict = _with_kind(facts, with_fixes(classify(evidence), evidence, snapshot()))
+    verdict = with_fixes(classify(evidence), evidence, snapshot())
     if as_json:
         report = {"schema": "legroom.explain/1", **verdict_object(verdict)}
         report["read"] = {"lines": facts.lines, "bytes_passed_over": facts.skipped}
@@ -38,18 +37,6 @@ def command(log: str, as_json: bool) -> int:
     else:
         click.echo(as_text(verdict))
     return 0
-
-
-def _with_kind(facts: LogFacts, verdict: Verdict) -> Verdict:
-    """The verdict, with a line before its evidence if the file does not look like a log."""
-    if not facts.kind:
-        return verdict
-    line = (
-        say("the file is not text, so it does not look like a log: pass the file that has the output of the job")
-        if facts.kind == "binary"
-        else say("by its name the file is source code, not a log: pass the file that has the output of the job")
-    )
-    return replace(verdict, evidence=(line, *verdict.evidence))
 
 
 def as_text(verdict: Verdict) -> str:

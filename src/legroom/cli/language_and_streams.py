@@ -12,6 +12,7 @@ file opened would get its number and receive the output.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import errno
 import inspect
@@ -212,6 +213,24 @@ def explain_extra_arguments(problem: click.ClickException) -> click.ClickExcepti
         ),
         ctx,
     )
+
+
+def integer_refused(problem: click.ClickException) -> UsageError | None:
+    """click's error for an integer option, as the library refuses the same argument."""
+    param = problem.param if isinstance(problem, click.BadParameter) else None
+    typed = _TYPED.match(problem.message)
+    if param is None or not isinstance(param.type, click.IntRange) or param.type.min is None or typed is None:
+        return None
+    from legroom.system.argument_checks import check_integer
+
+    try:
+        check_integer(str(param.name), ast.literal_eval(typed[0]), int(param.type.min))
+    except UsageError as refused:
+        return refused
+    return None
+
+
+_TYPED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|-?\d+")  # at the start of click's messages
 
 
 def _one_or_many(one: str, many: str, count: int) -> str:

@@ -20,6 +20,7 @@ from legroom.cli.language_and_streams import (
     explain_extra_arguments,
     fall_back_to_english,
     guard_streams,
+    integer_refused,
     language_option,
     status_after,
     translate,
@@ -156,13 +157,15 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
         status = cli.main(arguments, prog_name="legroom", standalone_mode=False, obj="json" if as_json else None)
         return status if isinstance(status, int) else 0
     except LegroomError as error:
-        from legroom.cli.option_names import in_options
-
-        in_options(error, _command(arguments))
-        _print_error(error, as_json=as_json, command=_command_name(arguments))
-        return error.exit_status
+        return _refuse(error, arguments, as_json=as_json)
     except click.ClickException as problem:
+        if (refused := integer_refused(problem)) is not None:
+            return _refuse(refused, arguments, as_json=as_json)
         problem = explain_extra_arguments(problem)
+        if isinstance(problem, click.NoSuchOption):
+            from legroom.cli.option_names import explain_option_before_command
+
+            problem = explain_option_before_command(problem, arguments)
         if as_json:
             _print_json(UsageError(problem.format_message()), _command_name(arguments))
         _wrapped(problem).show()
@@ -170,6 +173,15 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
     except click.Abort:
         click.echo(say("stopped"), err=True)
         return 130
+
+
+def _refuse(error: LegroomError, arguments: list[str], *, as_json: bool) -> int:
+    """Print an error with the options of the command."""
+    from legroom.cli.option_names import in_options
+
+    in_options(error, _command(arguments))
+    _print_error(error, as_json=as_json, command=_command_name(arguments))
+    return error.exit_status
 
 
 def _command_name(arguments: list[str]) -> str:

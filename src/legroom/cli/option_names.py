@@ -1,6 +1,7 @@
 """Errors with the options that the user typed in place of Python arguments: ``num_workers=0`` becomes ``--workers 0``.
 
-The library raises them with the words of Python. The entry point translates them for the command that was run.
+The library raises them with the words of Python. The entry point translates them for the command that was run, and
+explains an option of a command that stands before the command.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from legroom.errors import CommandNotFound, CommandNotRunnable, DatasetFailed, LegroomError
+from legroom.messages import say
 
 # Arguments of the library whose options have another name.
 _RENAMED = {
@@ -85,3 +87,42 @@ def _replacement(options: dict[str, click.Option]) -> Callable[[re.Match[str]], 
         return f"{_first(option)} {shlex.quote(value)}"
 
     return option_text
+
+
+def explain_option_before_command(problem: click.NoSuchOption, arguments: Sequence[str]) -> click.UsageError:
+    """That error with a command line that works, where an option of a command stands before the command."""
+    ctx, option = problem.ctx, problem.option_name
+    if ctx is None or not isinstance(ctx.command, click.Group):
+        return problem
+    found = _with_option_moved(ctx, option, arguments) or next(
+        (f"{ctx.command_path} {name} {option}" for name in ctx.command.list_commands(ctx)
+         if _has(ctx.command.get_command(ctx, name), option)), None,
+    )  # fmt: skip
+    if found is None:
+        return problem
+    return click.UsageError(say("{option} goes after the command: {line}", option=option, line=found), ctx)
+
+
+def _with_option_moved(ctx: click.Context, option: str, arguments: Sequence[str]) -> str | None:
+    """The command line with the command's name first; None where no command in it has the option."""
+    words = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    names = ctx.command_path.split()[1:]  # the groups before the option
+    places = {words.index(name) for name in names}
+    command: click.Command = ctx.command
+    for place, word in enumerate(words):
+        if place in places or not isinstance(command, click.Group):
+            continue
+        inner = command.get_command(ctx, word)
+        if isinstance(inner, click.Group) or _has(inner, option):  # another name may be the value of an option
+            assert inner is not None
+            command = inner
+            places.add(place)
+            names.append(word)
+    if not _has(command, option):
+        return None
+    rest = [word for place, word in enumerate(arguments) if place not in places]
+    return shlex.join([ctx.find_root().command_path, *names, *rest])
+
+
+def _has(command: click.Command | None, option: str) -> bool:
+    return command is not None and any(option in (*one.opts, *one.secondary_opts) for one in command.params)

@@ -16,7 +16,6 @@ from click.shell_completion import CompletionItem
 from legroom.advice.job_settings_to_workload import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
 from legroom.messages import listed, say
-from legroom.system.argument_checks import check_integer
 from legroom.units import parse_count, parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -58,27 +57,7 @@ SIZE = Measure("size", _size)
 DURATION = Measure("duration", parse_duration)
 
 
-class Integer(ParamType):
-    """An integer with a lower bound."""
-
-    name = "integer"
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        name = param.name if param is not None and param.name else "value"
-        try:
-            return check_integer(name, int(value), self._least)
-        except ValueError:  # what was typed is no number
-            option = param.opts[0] if param is not None else name
-            text = say(
-                "{name} must be an integer >= {least} (got {value!r})", name=option, least=self._least, value=value
-            )
-            raise click.UsageError(text, ctx) from None
-
-
-AT_LEAST_0, AT_LEAST_1 = Integer(0), Integer(1)
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(0), click.IntRange(1)  # refused in the words of integer_refused
 
 
 class EntryName(ParamType):

@@ -167,6 +167,11 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         print_line(
             say("--checkpoint without --retries only monitors the disk of the checkpoints; the job is not restarted")
         )
+    elif options["checkpoint"] and not options["resume_flag"]:
+        print_line(
+            say("--checkpoint without --resume-flag: a restart does not pass the checkpoint to the script, which must "
+                "find it by itself")
+        )  # fmt: skip
     if options["flags"] and not options["retries"]:
         print_line(
             say(

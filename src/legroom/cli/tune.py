@@ -310,11 +310,13 @@ def as_text(settings: Settings, taken: Mapping[str, Any]) -> str:
 def _measured_lines(measured: Measured | None) -> list[str]:
     if measured is None:
         return []
+    from legroom.advice.complete_and_explain_tuned_settings import milliseconds
+
     waiting = measured.wait_seconds / measured.sample_seconds if measured.sample_seconds else 0.0
     text = say(
-        "batch of {count}: {batch}; sample: {each}, {seconds:.2f} ms ({waiting:.0%} waiting); {source}",
+        "batch of {count}: {batch}; sample: {each}, {time} ({waiting:.0%} waiting); {source}",
         batch=format_size(measured.batch_bytes), count=measured.batch_size, source=measured.source,
-        each=format_size(measured.sample_bytes), seconds=measured.sample_seconds * 1000, waiting=waiting,
+        each=format_size(measured.sample_bytes), time=milliseconds(measured.sample_seconds), waiting=waiting,
     )  # fmt: skip
     return [paragraph(text, "", "  "), ""]
 

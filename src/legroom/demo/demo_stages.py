@@ -26,7 +26,7 @@ from legroom.demo.demo_setup import WorkDirectory
 from legroom.errors import DemoFailed
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import cpu
+from legroom.probe.process_and_limits import cpu, parse_status
 from legroom.probe.ram_swap_and_pressure import memory, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
@@ -418,13 +418,17 @@ class Demo:
 
         `legroom run` restarts what ran out of memory. A kill from outside may be meant: here the demo restarts it.
         """
-        pid, last, when = child.pid, child.last("step"), time.monotonic()
-        if pid is None or last is None:
+        pid, when = child.pid, time.monotonic()
+        if pid is None:
             raise DemoFailed(say("training run {name} ended before it could be killed", name=child.name))
         os.kill(pid, signal.SIGKILL)
         child.note = say("killed")
-        self.tell(say("training run {name} killed on purpose at step {step}: kill -9 {pid}",
-                      name=child.name, step=last["step"], pid=pid), mark=child.note)  # fmt: skip
+        self.until(lambda: parse_status(self.host.text(f"/proc/{pid}/status") or "", pid) is None, say("its end"),
+                   may_end=child)  # fmt: skip
+        found = newest_complete(str(child.folder / CHECKPOINTS))
+        step = last_step(child.messages, found.path)
+        self.tell(say("training run {name} killed on purpose after step {step}: kill -9 {pid}",
+                      name=child.name, step=step, pid=pid), mark=child.note)  # fmt: skip
         self.until(lambda: child.ended, "legroom run", may_end=child)
         report = child.report()
         evidence = list(report.get("evidence") or ())
@@ -432,7 +436,6 @@ class Demo:
                       sure=report.get("confidence") or 0.0, summary=report.get("summary")))  # fmt: skip
         for line in evidence:
             self.tell(say("evidence: {line}", line=line))
-        found = newest_complete(str(child.folder / CHECKPOINTS))
         if found.path is None:
             raise DemoFailed(say("training run {name} has no whole checkpoint", name=child.name))
         child.start(self.folder, "--resume", found.path)
@@ -443,7 +446,7 @@ class Demo:
         self.tell(say("resumed from its newest whole checkpoint, step {step}, {seconds:.1f} s after the kill",
                       step=resumed, seconds=back), mark=say("resumed"))  # fmt: skip
         return {
-            "name": child.name, "signal": int(signal.SIGKILL), "at_step": last["step"], "evidence": evidence,
+            "name": child.name, "signal": int(signal.SIGKILL), "at_step": step, "evidence": evidence,
             **{key: report.get(key) for key in ("verdict", "confidence", "summary")},
             "resumed_from": resumed, "back_after": back,
         }  # fmt: skip
@@ -458,6 +461,13 @@ class Demo:
             "opening": {**self.opening(), **self.result["opening"]}, "rescue": rescue, "loaders": loaders,
             "weights": self.samples, "marks": self.marks, "seconds": self.clock,
         }  # fmt: skip
+
+
+def last_step(messages: Sequence[Mapping[str, Any]], checkpoint: str | None) -> int:
+    """The last step that a run is known to have made: it reports ten a second, and may die before it reports one."""
+    known = [int(message["step"]) for message in messages if message["kind"] in ("resumed", "saved", "step")]
+    known += [] if checkpoint is None else [int(Path(checkpoint).stem.rpartition("-")[2])]
+    return max(known, default=0)
 
 
 def best_rates(messages: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from legroom.leak.bytes_added_by_lines import items_made, lines_of, shares_of_li
 from legroom.leak.leak_or_plateau import FEWEST, SeriesTrend, trend
 from legroom.leak.record_files import CounterSample, CreatedItems, HolderRecord, ProcessRecord, TraceWindow
 from legroom.leak.user_source_files import is_user_file
-from legroom.messages import say
+from legroom.messages import counted, phrase, say
 from legroom.monitor.history_and_trend import theil_sen
 from legroom.records.memory_growth import (
     Certainty,
@@ -25,6 +25,7 @@ from legroom.records.memory_growth import (
     ProcessGrowth,
     SourceLine,
 )
+from legroom.units import format_duration
 
 LEAST_PER_STEP = 1024  # bytes; slower growth is listed apart
 LEAST_PER_SECOND = 16 << 10
@@ -108,8 +109,8 @@ def _series(record: ProcessRecord) -> _Series:
 
 def _too_short(series: _Series, steps: int | None, seconds: float) -> str:
     if steps is None:
-        return say("it made no steps, and ran for {seconds:.0f} s: too short to tell", seconds=seconds)
-    return say("{steps} steps are too few to tell", steps=steps)
+        return say("it made no steps, and ran for {time}: too short to tell", time=format_duration(seconds))
+    return counted(steps, phrase("{count} step is too few to tell"), phrase("{count} steps are too few to tell"))
 
 
 def _in_second_half(series: _Series, steps: int | None, seconds: float) -> int:
@@ -556,7 +557,7 @@ def _copied(record: ProcessRecord, series: _Series) -> list[GrowingSite]:
             kind="copy-on-write", pool="ram", rate=copied / (steps if record.source else seconds), per=series.per,
             since=float(record.copied[0]["step"]), growth=copied,
             certainty="high" if share >= 0.2 else "medium",
-            holder=name, items=say("{count} items", count=last["items"]),
+            holder=name, items=counted(last["items"], phrase("{count} item"), phrase("{count} items")),
             why=(say("{share} of the items of {name} lie on pages that this worker has copied", share=f"{share:.0%}",
                      name=name),),
             points=tuple((float(one["step"]), float(one["copied"])) for one in record.copied),

@@ -348,8 +348,12 @@ def _increase(before: int | None, after: int | None) -> int:
 
 
 def _ended_processes(recent: Sequence[Sample]) -> list[ProcessRow]:
-    """Processes of these samples that are not in the last one, the largest first."""
-    seen = {row.pid: row for one in recent[:-1] for row in one.processes}
+    """Processes of these samples that are not in the last one, with the last size that is known, the largest first."""
+    seen: dict[int, ProcessRow] = {}
+    for row in (row for one in recent[:-1] for row in one.processes):
+        # A process that is exiting has no memory any more, and RSS is missing from its status.
+        if row.host is not None or row.pid not in seen:
+            seen[row.pid] = row
     alive = {row.pid for row in recent[-1].processes}
     return sorted((row for pid, row in seen.items() if pid not in alive), key=lambda row: row.host or 0, reverse=True)
 

@@ -273,8 +273,11 @@ class GrowingProcesses:
 def growing_processes(before: Sample, after: Sample, pool: str) -> GrowingProcesses:
     """Processes that hold more of the pool in ``after`` than in ``before``."""
     held = _usage_of(pool)
-    earlier = {row.pid: held(row) or 0 for row in before.processes}
-    grown = [(amount - earlier.get(row.pid, 0), row) for row in after.processes if (amount := held(row))]
+    earlier = {row.pid: held(row) for row in before.processes}
+    if pool.startswith("gpu"):  # a process that does not use a GPU is not in its list
+        earlier = {pid: amount or 0 for pid, amount in earlier.items()}
+    known = ((held(row), earlier.get(row.pid, 0), row) for row in after.processes)
+    grown = [(now - then, row) for now, then, row in known if now and then is not None]
     grown = sorted((pair for pair in grown if pair[0] > 0), key=lambda pair: -pair[0])
     worth = [row for amount, row in grown if amount >= _WORTH_NAMING * grown[0][0]]
     return GrowingProcesses(tuple(worth), sum(amount for amount, _ in grown))

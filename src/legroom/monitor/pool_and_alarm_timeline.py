@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice, pairwise
+from statistics import median
 
 from legroom.monitor.process_timeline import ProcessTimeline
 from legroom.records.finding_and_alarm import Alarm
@@ -20,6 +21,7 @@ _OLDER = 1024  # points kept of everything before, at most
 _MOST_MARKS = 400
 _MOST_ALARMS = 200
 _GAP = 5.0  # intervals without a sample that break the line
+_LATE = 2.5  # times between two points that are no gap yet
 
 
 class Timeline:
@@ -115,17 +117,27 @@ def thin_points(points: Sequence[PoolPoint]) -> list[PoolPoint]:
 
 
 def column_shares(points: Sequence[PoolPoint], count: int) -> list[float | None]:
-    """The highest used share in each of ``count`` equal spans of time; None where it is unknown."""
+    """The highest used share in each of at most ``count`` equal spans of time; None where it is unknown.
+
+    No span is shorter than the usual time between two points: the first minute is a short line, without gaps. Points
+    are a little late now and then, so a span without one has the share before; one without any for longer has None.
+    """
     if not points or count < 1:
         return []
     first, duration = points[0].when, points[-1].when - points[0].when
-    found: list[float | None] = [None] * count
+    usual = median([after.when - before.when for before, after in pairwise(points)]) if len(points) > 1 else 0.0
+    count = min(count, round(duration / usual) + 1) if usual > 0 else 1
+    shares: list[list[float | None]] = [[] for _ in range(count)]
     for point in points:
-        share = point.share
-        if share is not None:
-            column = min(count - 1, int((point.when - first) / duration * count)) if duration > 0 else count - 1
-            before = found[column]
-            found[column] = share if before is None else max(before, share)
+        shares[min(count - 1, int((point.when - first) / duration * count)) if duration > 0 else 0].append(point.share)
+    longest = max(1, round(_LATE * usual / duration * count)) if duration > 0 else 1  # columns without a point
+    found: list[float | None] = []
+    for empty, run in groupby(shares, key=lambda column: not column):
+        if empty:
+            missing = len(list(run))
+            found += [found[-1] if missing <= longest else None] * missing  # the first and the last have a point
+        else:
+            found += [max((share for share in column if share is not None), default=None) for column in run]
     return found
 
 

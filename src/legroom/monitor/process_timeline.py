@@ -1,7 +1,7 @@
 """The memory of each watched process over time, for charts and views; in bounded memory.
 
 What a process takes of RAM is its PSS as last read, and its swap: shared pages are divided among those that map them,
-so that the processes add up. Before PSS was read it is its anonymous memory.
+so that the processes add up. What RssAnon changed since is added. Before PSS was read it is its anonymous memory.
 """
 
 from __future__ import annotations
@@ -85,8 +85,13 @@ def largest_pids(frames: list[ProcessFrame], most: int) -> list[int]:
 
 def taken(row: ProcessRow) -> int:
     """Bytes of RAM and swap that count for this process."""
-    own = row.pss if row.pss is not None else row.rss_anon if row.rss_anon is not None else row.rss
+    own = row.rss_anon if row.pss is None and row.rss_anon is not None else row.pss_estimate
     return (own or 0) + (row.swap or 0)
+
+
+def is_as_read(row: ProcessRow) -> bool:
+    """Whether `taken` is what was read: PSS, which has not changed by more than 1 % since."""
+    return row.pss is not None and 100 * abs((row.pss_estimate or 0) - row.pss) <= row.pss
 
 
 def over_steps(series: Iterable[tuple[float, ProcessPoint | None]]) -> list[tuple[float, ProcessPoint]]:

@@ -7,7 +7,7 @@ within a fixed share of the time. The interval between samples is kept by watch_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from legroom.errors import LegroomError
@@ -40,6 +40,7 @@ _DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes t
 _GPU_SHARE = _DISK_SHARE = 0.003
 _ENTRIES_SHARE = 0.001
 _GROUPS_SHARE = 0.002
+_WORTH_READING = 1 / 16  # of RSS: what must have changed for a reading out of turn
 _ATTEMPTS = 3  # to read the pools while the process whose cgroup they belong to is exiting
 
 
@@ -72,7 +73,8 @@ class Sampler:
         self._first_taken = False
         self._last: PoolReadings | None = None  # the last readings with a watched process alive
         self._detail_limit = RateLimit(_DETAIL_SHARE)
-        self._last_detailed = 0  # the pid after which the next detailed reading starts
+        self._detailed_rss: dict[int, int] = {}  # RSS at the last detailed reading
+        self._by_change = True  # whether the next detailed reading is of the process that changed most
         self._copies = WorkerCopies(self.host)
         self._entries: tuple[EntryRow, ...] | None = None
         self._entries_limit = RateLimit(_ENTRIES_SHARE, min_gap=10.0)
@@ -174,29 +176,50 @@ class Sampler:
         return old if new == old else new  # so that the history holds an idle process once
 
     def _read_details(self, clock: float) -> None:
-        """Read PSS and descriptors of as many processes as the time limit allows, in turn, new ones first."""
+        """Read PSS and descriptors of as many processes as the time limit allows.
+
+        CPU time counts: on a busy machine most of a reading is waiting for a core.
+        """
         if not self._detail_limit.due(clock):
             return
         allowed = _DETAIL_SHARE * self.interval
-        began = time.perf_counter()
+        began = time.thread_time()
+        self._detailed_rss = {pid: rss for pid, rss in self._detailed_rss.items() if pid in self._rows}
         for pid in self._detail_order():
             row = self._rows[pid]
             limit = row.fd_limit
             if limit is None:
                 limit = parse_limits(self.host.text(f"/proc/{pid}/limits") or "").get("Max open files")
             self._rows[pid] = replace(
-                row, pss=pss_of(self.host, pid), pss_at=clock, fds=open_files(self.host, pid), fd_limit=limit
+                row,
+                pss=pss_of(self.host, pid),
+                pss_at=clock,
+                pss_anon=row.rss_anon,
+                fds=open_files(self.host, pid),
+                fd_limit=limit,
             )
-            self._last_detailed = pid
-            if time.perf_counter() - began >= allowed:
+            self._detailed_rss[pid] = row.rss or 0
+            if time.thread_time() - began >= allowed:
                 break
-        self._detail_limit.spent(clock, time.perf_counter() - began)
+        self._detail_limit.spent(clock, time.thread_time() - began)
 
-    def _detail_order(self) -> list[int]:
-        new = [pid for pid, row in self._rows.items() if row.pss_at is None]
-        old = [pid for pid, row in self._rows.items() if row.pss_at is not None]
-        last = self._last_detailed
-        return new + [pid for pid in old if pid > last] + [pid for pid in old if pid <= last]
+    def _detail_order(self) -> Iterator[int]:
+        """The process whose RSS changed most since its reading, then the next in turn, and so on, each once.
+
+        A large process without a reading comes first; a small one that never changes is read too.
+        """
+        before = {pid: 0 if row.pss_at is None else self._detailed_rss.get(pid, 0) for pid, row in self._rows.items()}
+        changed = {pid: abs((row.rss or 0) - before[pid]) for pid, row in self._rows.items()}
+        worth = [pid for pid, amount in changed.items() if amount > _WORTH_READING * (self._rows[pid].rss or 0)]
+        worth.sort(key=lambda pid: -changed[pid])
+        turn = sorted(self._rows, key=lambda pid: -1.0 if (at := self._rows[pid].pss_at) is None else at)
+        waiting, done = (iter(turn), iter(worth)), set[int]()
+        while len(done) < len(turn):
+            pid = next((pid for pid in waiting[self._by_change] if pid not in done), None)
+            self._by_change = not self._by_change
+            if pid is not None:
+                done.add(pid)
+                yield pid
 
     def _cache_entries(self, clock: float) -> tuple[EntryRow, ...] | None:
         if self._read_entries is not None and self._entries_limit.due(clock):

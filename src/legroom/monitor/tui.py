@@ -233,7 +233,7 @@ class ScreenState:
             ],
             "alarms": tui_lines.alarm_lines(moment.alarms, width, _ALARMS_SHOWN),
             "facts": [*tui_lines.fact_lines(sample, width), *notes],
-            "title": [Text(say("{what}; history: {span}", what=what, span=say(_SPANS[self._span][1])))],
+            "title": [Text(self._title(what))],
             "table": self._table(sample, shown, width),
         }
 
@@ -246,9 +246,16 @@ class ScreenState:
             return tui_lines.process_history_lines(sample, shown.frames, self.sort, width)
         return tui_lines.process_lines(sample, self.sort, width)
 
+    def _title(self, what: str) -> str:
+        span = say(_SPANS[self._span][1])
+        if self.opened is not None and not self.cache:
+            return say("{what}; history: {span}; escape: all processes", what=what, span=span)
+        return say("{what}; history: {span}", what=what, span=span)
+
     def _status(self, shown: Snapshot) -> str:
         if self._back:
-            return say("{count} of {all} readings back", count=self._back, all=self.view.kept)
+            return say("{count} of {all} readings back (shift: by 60; end: newest)",
+                       count=self._back, all=self.view.kept)  # fmt: skip
         return say("ended, press q to quit") if shown.ended else ""
 
 

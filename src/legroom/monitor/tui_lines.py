@@ -10,10 +10,10 @@ from itertools import accumulate
 
 from rich.text import Text
 
-from legroom.messages import cells, counted, cut, left, listed, phrase, right, say
+from legroom.messages import cells, counted, cut, cut_front, left, listed, phrase, right, say
 from legroom.monitor.pool_and_alarm_timeline import column_shares
-from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, largest_pids, over_steps, taken
-from legroom.monitor.watch_text import printable, trainer_state
+from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, is_as_read, largest_pids, over_steps, taken
+from legroom.monitor.watch_text import printable, short_command, trainer_state
 from legroom.records.finding_and_alarm import Alarm, heading
 from legroom.records.machine import Pool, scope_name
 from legroom.records.watch_sample import EntryRow, GpuCopyRow, GroupRow, GrowthRow, PoolPoint, ProcessRow, Sample
@@ -46,7 +46,7 @@ def _size_or(count: int | None, otherwise: str | None = None) -> str:
 
 
 _COLUMNS = (
-    _ProcessColumn("p", "PSS", 9, lambda row: row.pss, lambda row, _: _size_or(row.pss, _pss_missing(row))),
+    _ProcessColumn("p", "PSS", 9, lambda row: row.pss_estimate, lambda row, _: _pss(row)),
     _ProcessColumn("a", phrase("PSS age"), 9, lambda row: None, lambda row, clock: _age(row, clock)),
     _ProcessColumn("m", "RssShmem", 10, lambda row: row.rss_shmem, lambda row, _: _size_or(row.rss_shmem)),
     _ProcessColumn("w", "VmSwap", 9, lambda row: row.swap, lambda row, _: _size_or(row.swap)),
@@ -162,7 +162,7 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
             text = column.text(row, sample.clock)
             dim = text in (say("unknown"), say("not yet"), "–")
             line.append(right(text, column.width), style="dim" if dim else "")
-        line.append("  " + printable(row.command))
+        line.append("  " + short_command(printable(row.command), width - line.cell_len - 2))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     if len(rows) > MOST_ROWS:
@@ -208,7 +208,8 @@ def _layer_mark(layer: int, pids: Sequence[int]) -> str:
 def process_history_lines(sample: Sample, frames: Sequence[ProcessFrame], sort: str, width: int) -> list[Text]:
     """RAM stacked by process, and for each one what it takes now and its course over time, all with the same scale."""
     sorting = next((column for column in _COLUMNS if column.key == sort), _COLUMNS[0])
-    rows = sorted(sample.processes, key=lambda row: _sort_key(sorting.value(row), row.pid))
+    value = taken if sorting.key == "p" else sorting.value
+    rows = sorted(sample.processes, key=lambda row: _sort_key(value(row), row.pid))
     top = max((point.taken for frame in frames for point in frame.points), default=0) or 1
     room = max(10, (width - 31) // 2)
     head = f"{'pid':>8}{right(say('takes'), 10)}  {left(say('over time, up to {size}', size=format_size(top)), room)}"
@@ -217,9 +218,10 @@ def process_history_lines(sample: Sample, frames: Sequence[ProcessFrame], sort: 
     for row in rows[:MOST_ROWS]:
         points = [PoolPoint(frame.when, _taken(frame, row.pid), top) for frame in frames]
         line = Text(f"{digits.get(row.pid, '+')}{row.pid:>7}", no_wrap=True)
-        line.append(f"{right(format_size(taken(row)), 10)}  ")
+        mark = "" if is_as_read(row) else "~"
+        line.append(f"{right(mark + format_size(taken(row)), 10)}  ")
         line.append(left(history_line(column_shares(points, room)), room), style="cyan")
-        line.append("  " + printable(row.command))
+        line.append("  " + short_command(printable(row.command), width - line.cell_len - 2))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
@@ -295,7 +297,7 @@ def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
     for entry in entries:
         used = say("unknown") if entry.in_use is None else say("yes") if entry.in_use else say("no")
         line = Text(f"{format_size(entry.bytes):>10}  {entry.backing:<8} {left(used, 8)} ", no_wrap=True)
-        line.append(printable(entry.source))
+        line.append(cut_front(printable(entry.source), max(1, width - line.cell_len)))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
@@ -362,13 +364,21 @@ def _rate(value: float | None) -> str:
     return size_or_unknown(None if value is None else int(value))
 
 
-def _pss_missing(row: ProcessRow) -> str:
-    return say("not yet") if row.pss_at is None else say("unknown")
+def _pss(row: ProcessRow) -> str:
+    """PSS as read; with ~ what it is by now, with ≤ RSS, which it cannot exceed."""
+    estimate = row.pss_estimate
+    if estimate is None:
+        return say("not yet") if row.pss_at is None else say("unknown")
+    if row.pss is None:
+        return f"≤{format_size(estimate)}"
+    return format_size(row.pss) if is_as_read(row) else f"~{format_size(estimate)}"
 
 
 def _age(row: ProcessRow, clock: float) -> str:
     if row.pss is None or row.pss_at is None:
-        return ""
+        if row.rss is None:
+            return ""  # PSS has the word
+        return say("not yet") if row.pss_at is None else say("unknown")
     seconds = max(0, int(clock - row.pss_at))
     return f"{seconds} s" if seconds < 60 else format_duration(seconds - seconds % 60)
 

@@ -2,14 +2,17 @@
 
 Fields have the names of the records in records.watch_sample, plus ``alarms``. Readers ignore unknown fields and use
 the default of a missing one. A kill at any time costs at most the line being written.
+
+What the cache and the groups hold seldom changes and takes most of a line. The log leaves such a list out while it is
+the same, and ``unchanged_since`` has the clock of the line with it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +38,9 @@ SCHEMA = "legroom.watch/1"
 Record = TypeVar("Record")
 
 _LONGEST_LINE = 32 << 20  # bytes; a thousand processes take 300 kB
+REPEATED = ("entries", "groups", "gpu_copies")  # left out of a line where they are as in an earlier one
+_WRITTEN_AGAIN = 60  # lines after which they are written all the same: the beginning of a log may be removed
+_KEPT = 64  # of these lists while a log is read: several watches may write into one
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -51,6 +57,8 @@ class WatchLog:
         self.path = Path(path)
         self._report = report
         self.failed = False  # readings are missing in the file
+        self._lines = 0
+        self._last: dict[str, tuple[float, int, object]] = {}  # of each such list: clock and number of its line, value
         try:
             # Unbuffered and appending: a line is one write, also when another process appends.
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
@@ -70,7 +78,7 @@ class WatchLog:
         if self._file.closed:
             return
         try:
-            line = memoryview(json_line(moment).encode("utf-8", "replace") + b"\n")
+            line = memoryview(_json(self._without_repeats(moment)).encode("utf-8", "replace") + b"\n")
             while line:
                 line = line[self._file.write(line) or 0 :]
         except OSError as problem:
@@ -87,6 +95,46 @@ class WatchLog:
     def close(self) -> None:
         self._file.close()
 
+    def _without_repeats(self, moment: Moment) -> dict[str, Any]:
+        sample, unchanged = moment.sample, {}
+        self._lines += 1
+        for name in REPEATED:
+            value = getattr(sample, name)
+            clock, line, last = self._last.get(name, (0.0, 0, None))
+            if value and value == last and self._lines - line < _WRITTEN_AGAIN:
+                unchanged[name] = clock
+            else:
+                self._last[name] = sample.clock, self._lines, value
+        data = moment_object(moment, without=tuple(unchanged))
+        return {**data, "unchanged_since": unchanged} if unchanged else data
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """A reference to a line."""
+
+    clock: float
+
+
+class _Repeats:
+    """The lists of earlier lines of a log, for the lines that leave them out."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, float], Any] = {}
+
+    def restored(self, data: dict[str, Any], sample: Sample) -> Sample:
+        """The sample with the lists that its line leaves out; None where the line that has one could not be read."""
+        for name in REPEATED:
+            if getattr(sample, name):
+                self._found.pop((name, sample.clock), None)
+                self._found[name, sample.clock] = getattr(sample, name)
+        for oldest in list(self._found)[: max(0, len(self._found) - _KEPT)]:
+            del self._found[oldest]
+        references = {name: _build(_Clock, {"clock": clock}).clock
+                      for name, clock in _object(data, "unchanged_since", {}).items() if name in REPEATED}  # fmt: skip
+        unchanged: dict[str, Any] = {name: self._found.get((name, clock)) for name, clock in references.items()}
+        return replace(sample, **unchanged) if unchanged else sample
+
 
 def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) -> Iterator[Sample]:
     """The samples of a log, one at a time. Unreadable lines are counted and reported at the end."""
@@ -99,12 +147,13 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
             why=problem.strerror or str(problem),
             fix=(say("pass a file written by legroom watch --log"),),
         ) from problem
-    unreadable, truncated, found = 0, False, 0
+    unreadable, truncated, found, repeats = 0, False, 0, _Repeats()
     why = say("the file is empty")
     with file:
         while line := _next_line(file.readline):
             try:
-                sample = parse_sample(json.loads(line))
+                data = json.loads(line)
+                sample = repeats.restored(data, parse_sample(data))
             except (ValueError, RecursionError) as problem:
                 if not line.strip():
                     continue
@@ -138,13 +187,17 @@ class InvalidRecord(ValueError):
 
 def json_line(moment: Moment) -> str:
     """The moment as one line of JSON, without the newline."""
-    return json.dumps(moment_object(moment), ensure_ascii=False, separators=(",", ":"))
+    return _json(moment_object(moment))
 
 
-def moment_object(moment: Moment) -> dict[str, Any]:
-    """The moment as a JSON object."""
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+def moment_object(moment: Moment, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The moment as a JSON object; ``without`` names fields to leave out."""
     sample = moment.sample
-    return {
+    data = {
         "schema": SCHEMA,
         **_flat(sample),
         "pools": [_flat(pool) for pool in sample.pools],
@@ -168,6 +221,7 @@ def moment_object(moment: Moment) -> dict[str, Any]:
         "notes": list(sample.notes),
         "alarms": [alarm_object(alarm) for alarm in moment.alarms],
     }
+    return {name: value for name, value in data.items() if name not in without} if without else data
 
 
 def alarm_object(alarm: Alarm) -> dict[str, Any]:

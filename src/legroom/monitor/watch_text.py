@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from legroom.messages import cells, counted, cut, fill, listed, phrase, say
+from legroom.messages import cells, counted, cut, fill, listed, phrase, right, say
 from legroom.monitor.history_and_trend import History
 from legroom.records.finding_and_alarm import heading
 from legroom.records.machine import Pool
 from legroom.records.watch_sample import GpuCopyRow, GroupRow, Moment, ProcessRow, Sample, TrainerRow
-from legroom.units import format_duration, format_size
+from legroom.units import format_duration, format_size, size_or_unknown
 
 
 class _Detail(NamedTuple):
@@ -115,8 +115,11 @@ class TextOutput:
         self._listed = clock
         columns = self._columns()
         for row in largest:
-            line = f"    {format_size(_host(row)):>9}  {row.pid:>7}  {row.command}"
-            self._write_line(line if columns is None else cut(line, columns))
+            line = f"    {right(size_or_unknown(row.host), 9)}  {row.pid:>7}  "
+            if columns is None:
+                self._write_line(line + row.command)
+            else:
+                self._write_line(cut(line + short_command(row.command, columns - cells(line)), columns))
 
     def _list_groups(self, sample: Sample) -> None:
         """The groups that share batches: with the first sample, every ten seconds, and when one comes or goes."""
@@ -207,6 +210,14 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
+def short_command(command: str, columns: int) -> str:
+    """The command line; without the program's directory where it is too long: arguments tell processes apart."""
+    if cells(command) <= columns or not command.startswith(("/", ".")):
+        return command
+    program, space, arguments = command.partition(" ")
+    return (program.rpartition("/")[2] or program) + space + arguments
+
+
 def sample_line(sample: Sample, columns: int | None = None) -> str:
     """One sample on one line: pools, swap traffic, the largest process, steps; as much as fits."""
     line = ""
@@ -230,8 +241,8 @@ def _line(sample: Sample, detail: _Detail) -> str:
                 "{processes}, largest {pid} {command} {size}",
                 processes=counted(count, phrase("{count} process"), phrase("{count} processes")),
                 pid=largest.pid,
-                command=cut(largest.command, detail.command),
-                size=format_size(_host(largest)),
+                command=cut(short_command(largest.command, detail.command), detail.command),
+                size=size_or_unknown(largest.host),
             )
         )
     if sample.said.components and detail.components:
@@ -251,4 +262,4 @@ def _pool(pool: Pool, sizes: bool) -> str:
 
 
 def _host(row: ProcessRow) -> int:
-    return row.host or 0
+    return row.host or 0  # the order; an unknown size is shown as unknown

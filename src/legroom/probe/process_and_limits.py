@@ -35,6 +35,12 @@ from legroom.units import format_size
 _MOST_HOLDERS = 16  # reading one takes under a millisecond
 _BLANK = re.compile("[\t\n\v\f\r\x85\u2028\u2029]")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+# They ask a daemon or another machine to start processes: these are in other cgroups and may have another /dev/shm.
+_CLIENTS = frozenset({
+    "ssh", "rsh", "pdsh", "docker", "podman", "nerdctl", "ctr", "crictl", "kubectl", "oc", "srun", "qrsh", "blaunch",
+    "systemd-run", "machinectl",
+})  # fmt: skip
+_BEFORE_A_COMMAND = frozenset({"sudo", "env", "nice", "ionice", "nohup", "time", "timeout", "stdbuf", "setsid"})
 _KTHREADD = 2
 _FLAGS, _PF_EXITING = 6, 0x4  # of a stat file, counted from the state
 _DRIVER = "/dev/nvidia"
@@ -84,6 +90,17 @@ def arguments(host: Host, pid: int) -> list[str]:
     """The words of the command line; empty if it cannot be read."""
     text = (host.text(f"/proc/{pid}/cmdline") or "").rstrip("\0")
     return text.split("\0") if text else []
+
+
+def client_name(words: Sequence[str]) -> str | None:
+    """The program, if that command line starts processes elsewhere, possibly behind sudo or env."""
+    for word in words:
+        name = os.path.basename(word)
+        if name in _CLIENTS:
+            return name
+        if name not in _BEFORE_A_COMMAND and not word.startswith("-") and "=" not in word and not word[:1].isdigit():
+            return None
+    return None
 
 
 def is_ending(host: Host, pid: int) -> bool:

@@ -69,7 +69,7 @@ class LogFacts:
     progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
     lines: int = 0  # lines that were read
     skipped: int = 0  # bytes that were not read
-    kind: Literal["", "binary", "source"] = ""  # what the file is, if it does not look like a log
+    not_a_log: str | None = None  # why the file cannot be the output of a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ class Evidence:
     stalled_on: str | None = None  # the full pool it hung on when the supervisor stopped it
     held_shm: int | None = None  # bytes of /dev/shm that the job used then
     log: LogFacts = LogFacts()
+    elsewhere: str | None = None  # a program of the job (docker, ssh) whose processes no counter or level here covers
     oom: OomCount | None = None
     kernel: tuple[str, ...] | None = None  # lines of the kernel log that name a process of the job; None: not readable
     killers: tuple[str, ...] = ()  # traces of systemd-oomd, earlyoom and other OOM daemons
@@ -127,6 +128,7 @@ class Evidence:
     ram_unseen: float | None = None  # seconds from the last sample of RAM to the end
     shm_at_end: Level | None = None  # read when the job ended
     disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read until after the end; empty: none was read
+    full_before: Mapping[str, Level] = field(default_factory=dict)  # other disks, full at the start and at the end
     swapped_back: float | None = None  # bytes per second over the last seconds
     stalled: float | None = None  # PSI, the maximum of the last seconds
     unknown: tuple[str, ...] = ()

@@ -30,6 +30,15 @@ class ProcessRow:
     copied_at: float | None = None  # sample time of that reading
     rss_anon: int | None = None
     rss_file: int | None = None
+    pss_anon: int | None = None  # rss_anon when PSS was read
+
+    @property
+    def pss_estimate(self) -> int | None:
+        """PSS as read, plus what RssAnon has changed since; before it is read RSS, which it cannot exceed."""
+        if self.pss is None or self.rss_anon is None or self.pss_anon is None:
+            return self.rss if self.pss is None else self.pss
+        estimate = max(0, self.pss + self.rss_anon - self.pss_anon)
+        return estimate if self.rss is None else min(estimate, max(self.rss, self.pss))
 
     @property
     def host(self) -> int | None:

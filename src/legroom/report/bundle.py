@@ -5,6 +5,7 @@ The file is written whole or not at all, for its owner alone, and never over ano
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from legroom.advice.fix_commands import free_disk
 from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.report.redact import Redactor
@@ -156,8 +158,8 @@ def _exists(path: str) -> UsageError:
 
 
 def _unwritable(path: str, problem: OSError) -> UsageError:
-    return UsageError(
-        say("cannot write {path}", path=path),
-        why=problem.strerror or str(problem),
-        fix=(say("name a file in a directory that you can write to: --out /tmp/report.zip"),),
-    )
+    fix: tuple[str, ...] = (say("name a file in a directory that you can write to: --out /tmp/report.zip"),)
+    if problem.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+        folder = os.path.dirname(path) or "."
+        fix = (say("the disk is full. Write to another disk: --out DIRECTORY/report.zip"), *free_disk(folder))
+    return UsageError(say("cannot write {path}", path=path), why=problem.strerror or str(problem), fix=fix)

@@ -23,6 +23,7 @@ from legroom.advice.findings import findings
 from legroom.advice.safe_settings_for_doctor import safe_settings
 from legroom.errors import DamagedSource, LegroomError, UnreadableSource
 from legroom.messages import language, say
+from legroom.monitor.watch_log import REPEATED
 from legroom.monitor.watch_log import SCHEMA as WATCH
 from legroom.probe.host_files_and_syscalls import DiskSpace, Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, temporary
@@ -334,6 +335,7 @@ def watch_end(path: str) -> dict[str, Any]:
     """The last alarms of a watch, each once, and the last sample."""
     alarms: dict[str, Any] = {}
     last: dict[str, Any] | None = None
+    lists: dict[str, Any] = {}  # by name and clock: lines that have the same one leave it out
     for line in _end(path, _WATCH_END).split(b"\n"):
         try:
             moment = json.loads(line)
@@ -342,6 +344,7 @@ def watch_end(path: str) -> dict[str, Any]:
         if not isinstance(moment, dict) or moment.get("schema") != WATCH:
             continue
         last = moment
+        lists |= {f"{name} {moment.get('clock')}": moment[name] for name in REPEATED if moment.get(name)}
         for alarm in moment.get("alarms") or ():
             if isinstance(alarm, dict):
                 key = json.dumps([alarm.get("code"), alarm.get("pool"), alarm.get("since")])
@@ -353,6 +356,9 @@ def watch_end(path: str) -> dict[str, Any]:
             why=say("its last lines have no JSON object with schema {schema}", schema=WATCH),
             fix=(say("pass a file that legroom watch --log wrote"),),
         )
+    unchanged = last.pop("unchanged_since", None)
+    if isinstance(unchanged, dict):
+        last |= {name: lists.get(f"{name} {clock}") for name, clock in unchanged.items() if name in REPEATED}
     for row in last.get("processes") or ():
         if isinstance(row, dict) and isinstance(row.get("command"), str):
             row["command"] = shape_of(row["command"])

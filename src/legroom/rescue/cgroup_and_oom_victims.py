@@ -29,7 +29,7 @@ from pathlib import Path
 from legroom.messages import phrase, say
 from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import arguments, command_text, is_ending
+from legroom.probe.process_and_limits import arguments, client_name, command_text, is_ending
 from legroom.records.failure import LogFacts, Role, Victim
 from legroom.rescue.find_failures_in_log import OOM_KILL
 
@@ -274,6 +274,7 @@ class OomVictims:
     root: int | None = None  # the job's first process, which leads its process group
     job_pids: set[int] = field(default_factory=set)  # every process of the job so far
     other_pids: set[int] = field(default_factory=set)  # and of the rest of the cgroup
+    client: str | None = None  # a program of the job that starts processes elsewhere, as last sampled
     torch_workers: bool = False  # a worker of a DataLoader was seen, by torch's name for it
     _known: dict[int, _SeenProcess] = field(default_factory=dict)
     _rises: list[_CounterRise] = field(default_factory=list)
@@ -318,6 +319,7 @@ class OomVictims:
 
     def measure(self, pids: list[int]) -> None:
         """The slower sample: RSS, command and role of the job's processes."""
+        clients: list[str] = []
         for pid in pids:
             seen = self._known.get(pid) or self._add(pid, ours=True)
             if seen is None:
@@ -328,9 +330,13 @@ class OomVictims:
             if len(words) > 1 and words[1] != "0":  # a process that exits has none left: keep the last sample
                 seen.rss = int(words[1]) * _PAGE
             seen.name = (self.host.text(f"/proc/{pid}/comm") or seen.name).strip()
-            command = command_text(arguments(self.host, pid)) or seen.command
+            words = arguments(self.host, pid)
+            clients += filter(None, [client_name(words)])
+            command = command_text(words) or seen.command
             if command != seen.command:  # new, or after exec
                 seen.command, seen.rank = command, _rank(self.host.text(f"/proc/{pid}/environ") or "")
+        if pids:
+            self.client = clients[0] if clients else None
         self._find_roles()
 
     @property

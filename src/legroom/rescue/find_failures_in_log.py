@@ -30,9 +30,6 @@ KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long tracebac
 MOST = 16 << 20  # bytes read if the last KEEP contain no failure
 LONGEST = 4 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
 _CHUNK = 1 << 20
-_SOURCES = (".py", ".ipynb", ".yaml", ".yml", ".toml", ".cpp", ".cu", ".h")
-_CONTROLS = bytes({*range(1, 32), 127} - set(b"\a\b\t\n\v\f\r\x1b"))  # that programs do not print
-_MOST_CONTROLS = 0.02  # of the bytes of a log
 _MOST_SIGNS = 2000
 _HELD, _BEFORE = 2000, 500  # characters kept of a matching line, and of them before the match
 _MOST_ERRORS = 200
@@ -100,9 +97,8 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
                 return _to_its_end(pipe)
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            # else a FIFO, or a /proc file without a size
-            facts = _of_file(file, size) if file.seekable() and size else _to_its_end(file)
-            return replace(facts, kind="source") if path.lower().endswith(_SOURCES) else facts
+            facts = _of_file(file, size) if file.seekable() and size else _to_its_end(file)  # a FIFO, or in /proc
+            return replace(facts, not_a_log=facts.not_a_log or _source_code(path))
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise UnreadableSource(
@@ -112,13 +108,40 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
         ) from problem
 
 
+_PACKED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ": "xzcat", b"BZh": "bzcat"}
+_SOURCES = frozenset({".py", ".pyi", ".ipynb", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"})
+_SAMPLED = 8 << 10
+_CONTROL = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"} | {127})
+_MOST_CONTROL = 0.05  # of a text: a log may contain a few, and zeros where it was truncated while open
+
+
+def _source_code(path: str) -> str | None:
+    if os.path.splitext(path)[1] not in _SOURCES:
+        return None
+    return say("{name} is source code: pass the file with the output of the job", name=os.path.basename(path))
+
+
+def _binary(data: bytes) -> str | None:
+    """Why these bytes are not text; UTF-16 is text."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return None
+    program = next((name for magic, name in _PACKED.items() if data.startswith(magic)), None)
+    if program is not None:
+        return say("the file is compressed: {program} FILE | legroom explain -", program=program)
+    sample = data[:_SAMPLED].lstrip(b"\0") + data[_SAMPLED:][-_SAMPLED:].lstrip(b"\0")
+    if len(sample) - len(sample.translate(None, _CONTROL)) > _MOST_CONTROL * len(sample):
+        return say("the file is binary, not text: pass the file with the output of the job")
+    return None
+
+
 def _of_file(file: BinaryIO, size: int) -> LogFacts:
+    binary = _binary(file.read(_SAMPLED))
     for length in (KEEP, MOST):
         file.seek(max(0, size - length))
         facts = facts_of(file.read(length), max(0, size - length))
         if facts.signs or facts.errors or length >= size:
             break
-    return facts
+    return replace(facts, not_a_log=binary)
 
 
 def _to_its_end(stream: BinaryIO) -> LogFacts:
@@ -128,7 +151,9 @@ def _to_its_end(stream: BinaryIO) -> LogFacts:
     held = tail.bytes()
     skipped = tail.passed
     facts = facts_of(held[-KEEP:], skipped + max(0, len(held) - KEEP))
-    return facts if facts.signs or facts.errors or len(held) <= KEEP else facts_of(held, skipped)
+    if not (facts.signs or facts.errors or len(held) <= KEEP):
+        facts = facts_of(held, skipped)
+    return replace(facts, not_a_log=_binary(held))
 
 
 class _Traceback(NamedTuple):
@@ -167,14 +192,7 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
         progress=_progress(lines, by_number),
         lines=count,
         skipped=skipped,
-        kind="binary" if _is_binary(data[-_CHUNK:]) else "",
     )
-
-
-def _is_binary(data: bytes) -> bool:
-    """Whether the bytes are not printed text. In UTF-16 every second byte may be zero."""
-    zeros = 2 * min(data[::2].count(0), data[1::2].count(0))
-    return len(data) - len(data.translate(None, _CONTROLS)) + zeros > _MOST_CONTROLS * len(data)
 
 
 def _exceptions(lines: list[str]) -> list[_LoggedException]:
@@ -486,3 +504,14 @@ def _right_above(log: LogFacts, reach: int) -> Sign | None:
         if not any(reach <= number < sign.number for number in log.progress)
     ]
     return above[-1] if above else None
+
+
+_NAMED = re.compile(r"""['"](/[^'"]{1,400})['"]|(?<![\w./])(/[\w.@+=-]+(?:/[\w.@+=-]+)*)""")
+_MOST_NAMED = 8
+
+
+def named_paths(log: LogFacts) -> tuple[str, ...]:
+    """The paths that its messages about a full disk name, the last ones."""
+    lines = (sign.line for sign in log.signs if sign.code.startswith("disk") and 'File "' not in sign.line)
+    paths = (found[1] or found[2] for line in lines for found in _NAMED.finditer(line))
+    return tuple(dict.fromkeys(path for path in paths if not path.startswith("/dev/")))[-_MOST_NAMED:]

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import client_name
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
 from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.records.machine import Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, reported_killed
-from legroom.rescue.find_failures_in_log import facts_of, killed_in
+from legroom.rescue.find_failures_in_log import facts_of, killed_in, named_paths
 from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import (
@@ -133,6 +134,7 @@ class EvidenceCollector:
             stalled_on=stalled_on,
             held_shm=held_shm,
             log=log,
+            elsewhere=seen.victims.client,
             oom=self._count(kernel),
             kernel=kernel,
             killers=tuple(killers),
@@ -142,7 +144,8 @@ class EvidenceCollector:
             ram_unseen=seconds_unread(seen.history, "ram"),
             shm_at_end=shm_at_end,
             keyboard=keyboard,
-            disks=self.disks.finish(),
+            disks=self.disks.finish(named=named_paths(log)),
+            full_before=dict(self.disks.full_before),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),
             unknown=tuple(unknown),
@@ -222,6 +225,7 @@ class RunningAttempt:
                     self._print(self._output.reason)
                 sampler.pids = lambda: child.pids(self.host)
                 sampler.victims.root = child.process.pid
+                sampler.victims.client = client_name(command)
                 sampler.written = lambda: self._output.count
                 ending, shm_at_end = self._wait(child, sampler, alarms)
                 fine = ending.success and self.stalled_on is None
@@ -332,7 +336,7 @@ class RunningAttempt:
             return self.stop_signal == signal.SIGINT and self._typed
         last = log.last_error
         interrupted = last is not None and "KeyboardInterrupt" in last.line
-        return self._had_terminal and (ending.signal == signal.SIGINT or interrupted)
+        return self._had_terminal and (ending.by_signal(signal.SIGINT) or interrupted)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         if number == getattr(signal, "SIGWINCH", None):

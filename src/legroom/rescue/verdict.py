@@ -116,6 +116,11 @@ def classify(evidence: Evidence) -> Verdict:
     """The verdict on that evidence; `with_fixes` adds the fixes for this machine."""
     signs = Signs.of(evidence)
     result = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
+    if evidence.log.not_a_log is not None:
+        summary = say("the file is not the log of a job, so its text is not evidence of a failure.")
+        result = unknown(
+            (evidence.log.not_a_log, result.lines[-1]), "ram-oom-kill", "killed", "not-memory", summary=summary
+        )
     if signs.later_death is not None and result.cause not in _OTHER_ENDS:
         result = _either(result, signs.later_death)
     confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
@@ -162,6 +167,11 @@ def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdic
         nofile=machine.limits.nofile_soft,
         here=machine.shm.size if machine.shm.mounted else None,
         keyboard=evidence.keyboard,
+        interrupted=verdict_from_exit.by_sigint(evidence),
+        crashed=verdict_from_exit.crashed_untraced(evidence, verdict),
+        disks=tuple(verdict_from_log.full_disks(evidence) or evidence.full_before)
+        if verdict.cause == "disk-full"
+        else (),
     )
     return replace(verdict, fix=lines)
 
@@ -176,11 +186,15 @@ def fixes(
     here: int | None = None,
     total_ram: int | None = None,
     keyboard: bool = False,
+    interrupted: bool = False,
+    crashed: bool = False,
+    disks: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """The fixes for that cause in that environment.
 
     ``ram`` is the RAM limit, ``total_ram`` the machine's RAM, ``here`` the size of /dev/shm now;
-    ``keyboard``: Ctrl-C at this terminal.
+    ``keyboard``: Ctrl-C at this terminal; ``interrupted``: SIGINT, wherever it came from; ``crashed``: in native code,
+    without a Python traceback; ``disks``: directories on the disks that were full.
     """
     if cause == "shm-full":
         wanted = fix_commands.advised_shm(ram)
@@ -211,7 +225,7 @@ def fixes(
     if cause == "map-count":
         return _more_maps(runtime)
     if cause == "disk-full":
-        return fix_commands.free_disk(".")
+        return fix_commands.free_disk(*disks)
     if cause == "tmpdir-too-long":
         return fix_commands.shorten_temporary(TMPDIR_VARIABLES[0], longest_socket(runtime.platform) - SOCKET_TAIL)
     if cause == "worker-killed":
@@ -219,12 +233,24 @@ def fixes(
         return (who, say("check:\nlegroom doctor"))
     if cause == "killed" and keyboard:
         return ()
+    if cause == "killed" and interrupted:
+        return (
+            say(
+                "SIGINT is what Ctrl-C sends, also through a notebook or a launcher. If that was not you, find out "
+                "what sent the signal: a script or a scheduler"
+            ),
+        )
     if cause == "killed":
         return (
             say("find out what sent the signal: a scheduler's time limit, another user, a daemon such as earlyoom"),
         )
     if cause == "unknown":
         return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
+    if crashed:
+        return (
+            say("print the Python lines at which it crashes:\npython -X faulthandler SCRIPT …"),
+            say("behind a launcher, in the shell that starts the job:\nexport PYTHONFAULTHANDLER=1"),
+        )
     return (
         say(
             "read the lines above and the end of the program's output: the error does not name a resource that ran out"

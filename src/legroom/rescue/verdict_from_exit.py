@@ -7,15 +7,28 @@ The first half uses kernel counters and logs of OOM daemons and schedulers, and 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from legroom.messages import listed, say
-from legroom.records.failure import Cause, Evidence, OomCount, RuleResult, Sign, Victim, exit_line, level_line, unknown
+from legroom.records.failure import (
+    Cause,
+    Evidence,
+    OomCount,
+    RuleResult,
+    Sign,
+    Verdict,
+    Victim,
+    exit_line,
+    level_line,
+    unknown,
+)
 from legroom.rescue.failure_message_patterns import CONSEQUENCE
 from legroom.rescue.find_failures_in_log import Signs, context, killed_in, quoted_line
 from legroom.system.processes_and_threads import signal_name
 from legroom.units import format_duration, format_size
 
-_SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
+_SIGINT, _SIGABRT, _SIGKILL, _SIGTERM = 2, 6, 9, 15
+_CRASHES = (4, 6, 8, 11)  # ILL, ABRT, FPE, SEGV
 _AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL this close are the same event
 _THRASH = 1 << 20  # bytes per second swapped in, if PSI also shows stalls
 _THRASH_ALONE = 8 << 20  # if PSI is not available
@@ -238,7 +251,7 @@ def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     lines, sure = [quoted_line(sign)], 0.95 if sign.code == "oom-kill" else 0.9
     count = evidence.oom
-    if sign.code == "oom-kill" and count is not None and not count.of_job and not count.unattributed:
+    if sign.code == "oom-kill" and count is not None and _counted_none(evidence):
         # From another or an earlier job, unless the job ran elsewhere, under a scheduler's launcher.
         lines.append(say("oom_kill shows no kill in this job ({source})", source=count.source))
         sure = 0.6
@@ -354,19 +367,39 @@ def killed_by_signal(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = [exit_line(ending)]
     sure = 0.9
     if ending.signal == _SIGKILL:
-        lines.append(_counter_line(evidence))
-        if not _counted_none(evidence):
+        here = replace(evidence, elsewhere=None)  # the command's own process
+        lines.append(_counter_line(here))
+        if not _counted_none(here):
             return unknown(tuple(lines), "ram-oom-kill", "killed")
         sure = 0.93
     return RuleResult("killed", sure, tuple(lines), summary=ctrl_c_summary(evidence))
 
 
 def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Ctrl-C, reported by Python as KeyboardInterrupt."""
+    """Ctrl-C, reported by Python as KeyboardInterrupt, or by exit status 130 of a job that has the terminal."""
     last = evidence.log.last_error
+    if evidence.keyboard and evidence.ending is not None and evidence.ending.by_signal(_SIGINT):
+        return RuleResult("killed", 0.9, (exit_line(evidence.ending),), summary=ctrl_c_summary(evidence))
     if last is None or "KeyboardInterrupt" not in last.line:
         return None
     return RuleResult("killed", 0.9, (quoted_line(last), exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
+
+
+def by_sigint(evidence: Evidence) -> bool:
+    """Whether SIGINT ended it."""
+    last = evidence.log.last_error
+    if evidence.ending is not None and evidence.ending.by_signal(_SIGINT):
+        return True
+    return evidence.asked_to_stop == _SIGINT or (last is not None and "KeyboardInterrupt" in last.line)
+
+
+def crashed_untraced(evidence: Evidence, verdict: Verdict) -> bool:
+    """Whether the verdict is on a crash in native code of which Python's faulthandler printed no traceback."""
+    signs = [sign for sign in evidence.log.signs if sign.code in ("crash", "worker-crash", "abort")]
+    if any("Fatal Python error" in sign.line for sign in signs):
+        return False
+    ended = evidence.ending is not None and any(evidence.ending.by_signal(number) for number in _CRASHES)
+    return ended or any(quoted_line(sign) in verdict.evidence for sign in signs)
 
 
 def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -447,13 +480,17 @@ def _before(first: Sign | None, second: Sign) -> bool:
 def _counted_none(evidence: Evidence) -> bool:
     """Whether the counter proves that no process of the job was OOM-killed."""
     count = evidence.oom
-    return count is not None and not count.of_job and not count.unattributed
+    return evidence.elsewhere is None and count is not None and not count.of_job and not count.unattributed
 
 
 def _counter_line(evidence: Evidence) -> str:
     count = evidence.oom
     if count is None:
         return say("no OOM counter is readable here: SIGKILL alone does not prove an OOM kill")
+    if evidence.elsewhere is not None and not count.of_job:
+        return say(
+            "{program} starts processes elsewhere: no OOM counter here counts them", program=evidence.elsewhere
+        )  # fmt: skip
     if count.kills == 0:
         return say("oom_kill did not rise ({source}): not the OOM killer", source=count.source)
     if _counted_none(evidence):

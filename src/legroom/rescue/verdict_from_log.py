@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 
-from legroom.messages import say
+from legroom.messages import listed, say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
+from legroom.units import format_size
 
 FULL = 0.9  # a pool this full has no space for the next batch
 GREW = 0.5  # half full at a sample, and a bus error right after
@@ -24,6 +25,8 @@ _FREE = re.compile(r"of which ([\d.]+) ([KMGT]i?B) is free|([\d.]+) ([KMGT]i?B) 
 _UNITS = {unit: 1 << (10 * power) for power, letter in enumerate("KMGT", 1) for unit in (f"{letter}iB", f"{letter}B")}
 _EAGAIN = re.compile(r"temporarily unavailable|EAGAIN|Errno 11|pids controller|资源暂时不可用")
 _SLACK = 256 << 20
+_SEGMENT = re.compile(r"\bsize:? (\d+)\b|\b(\d+) bytes\b")
+_PLAIN_BATCH, _HUGE_BATCH = 1 << 30, 8 << 30  # batches that occur, and that hardly do
 _MAPPED = re.compile(r"</?torch_\d+_\d+_(\d+)>")
 _MANY_MAPS = 30_000  # shared objects of one process: each may need two mappings
 _PATH = re.compile(
@@ -86,8 +89,8 @@ def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
             )
             return RuleResult("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
         return RuleResult("gpu-oom", 0.95, lines)
-    if full or evidence.live:
-        return RuleResult("gpu-oom", 0.9 if full else 0.85, lines)
+    if full:
+        return RuleResult("gpu-oom", 0.9, lines)
     if sign.code == "gpu-likely":
         return RuleResult("gpu-oom", 0.75, lines)
     if _in_traceback(evidence, sign):
@@ -215,8 +218,31 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = [quoted_line(sign)]
     if level is not None:
         lines.append(level_line(say("/dev/shm peak"), level))
-        sure = 0.97 if level.share >= GREW else sure
+        most = _most_sure_of_shm(level, sign)
+        if most < 0.9:
+            room = format_size(level.size - level.used)
+            lines.append(
+                say("{room} of /dev/shm was free at its peak: only a larger request would be refused", room=room)
+            )
+            likely: tuple[Cause, ...] = ("shm-full", "not-memory")
+            return RuleResult("shm-full", min(most, sure), (*lines, exit_line(evidence.ending)), likely=likely)
+        sure = most if most > sure else sure
     return RuleResult("shm-full", sure, (*lines, exit_line(evidence.ending)))
+
+
+def _most_sure_of_shm(level: Level, sign: Sign) -> float:
+    """The confidence that the measured peak allows for a message about a full /dev/shm.
+
+    torch reserves a batch before it writes it: a single batch larger than the free space is refused without the level
+    rising. torch does not print its size; NCCL prints that of its segment.
+    """
+    room = level.size - level.used
+    asked = _SEGMENT.search(sign.line)
+    if level.share >= GREW or (asked and int(asked[1] or asked[2]) > room):
+        return 0.97
+    if room < _PLAIN_BATCH:
+        return 0.93
+    return 0.75 if room < _HUGE_BATCH and not asked else 0.6
 
 
 def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]:
@@ -244,18 +270,24 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     full = full_disks(evidence)
     level = fullest_shm(evidence)
     lines = [quoted_line(sign), *(level_line(path, one) for path, one in full.items())]
-    if not full and level is not None and level.share >= FULL and sign.code == "disk":
+    if not full and level is not None and level.share >= FULL and sign.code == "disk" and not _PATH.search(sign.line):
         lines.append(level_line(say("/dev/shm peak"), level))
-        return RuleResult("shm-full", 0.85 if evidence.disks else 0.7, (*lines, exit_line(evidence.ending)))
-    if sign.code in ("disk-write", "disk-io") and evidence.disks and not full:
-        return None  # torch prints the same for a file system that disappeared
+        # The disks that were read had space; the file may be on another one.
+        return RuleResult("shm-full", 0.75, (*lines, exit_line(evidence.ending)), likely=("shm-full", "disk-full"))
+    if not full and evidence.full_before:
+        lines += [level_line(say("{path}, already before the start", path=path), one)
+                  for path, one in evidence.full_before.items()]  # fmt: skip
+    elif evidence.disks and not full:
+        read = listed(evidence.disks)
+        lines.append(say("the disks of {paths} had free space; the file may be on another disk", paths=read))
     lines.append(exit_line(evidence.ending))
     if full or sign.code == "disk-quota":
         return RuleResult("disk-full", 0.97 if full else 0.93, tuple(lines))
     if sign.code == "disk-io":
         return unknown(tuple(lines), "disk-full", "not-memory")
-    if sign.code == "disk-write":
-        return RuleResult("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
+    if sign.code == "disk-write":  # torch prints the same for a file system that disappeared
+        sure = 0.6 if evidence.disks and not evidence.full_before else 0.7
+        return RuleResult("disk-full", sure, tuple(lines), likely=("disk-full", "not-memory"))
     if evidence.live or _PATH.search(sign.line):
         return RuleResult("disk-full", 0.85, tuple(lines))
     # A command prints its name before the error; an exception without a traceback could be from anything.
@@ -280,7 +312,9 @@ def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def fullest_shm(evidence: Evidence) -> Level | None:
-    """The peak of /dev/shm, including its level at the end."""
+    """The peak of /dev/shm, including its level at the end; None for processes elsewhere, which may have their own."""
+    if evidence.elsewhere is not None:
+        return None
     seen = [level for level in (evidence.peaks.get("shm"), evidence.shm_at_end) if level is not None]
     return max(seen, key=lambda level: level.share, default=None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legroom.messages import say
+from legroom.messages import listed, say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, exit_line, level_line, unknown
 from legroom.rescue.find_failures_in_log import Signs, quoted_line
 from legroom.rescue.verdict_from_log import FULL, GREW, full_disks, fullest_shm
@@ -39,9 +39,13 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return RuleResult("shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending)))
     if not evidence.disks:  # none could be read
         return unknown((*lines, exit_line(evidence.ending)), *_CAUSES)
-    lines.append(say("no disk that it writes to was full; a truncated memory-mapped file causes a bus error"))
+    # Not proven: its file may be on a disk that was not read.
+    read = listed(evidence.disks)
+    lines.append(say("the disks of {paths} had free space; the file may be on another disk", paths=read))
+    lines.append(say("a truncated memory-mapped file causes a bus error"))
     summary = say("bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use.")
-    return RuleResult("not-memory", 0.7, (*lines, exit_line(evidence.ending)), summary=summary)
+    likely: tuple[Cause, ...] = ("not-memory", "disk-full")
+    return RuleResult("not-memory", 0.65, (*lines, exit_line(evidence.ending)), summary=summary, likely=likely)
 
 
 def _shm_near_end(evidence: Evidence) -> Level | None:

@@ -42,15 +42,15 @@ def _written(path: Path, data: bytes | str, mode: int, *, sync: bool = False) ->
     """The name of a temporary file in the same folder that holds the data; removed if it is still there at the end."""
     # os.open, since the files of tempfile are private whatever the umask.
     part = str(path.parent / f"{path.name[:200]}.{os.urandom(6).hex()}.part")
-    with open(os.open(part, _NEW, mode), "wb") as file:
-        try:
+    opened = os.open(part, _NEW, mode)
+    try:
+        # Closing may fail, too: on a full disk it writes what is left in the buffer.
+        with open(opened, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-            file.close()  # Windows does not rename open files
-            yield part
-        finally:
-            file.close()
-            with contextlib.suppress(OSError):
-                os.unlink(part)
+        yield part  # closed: Windows does not rename open files
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(part)

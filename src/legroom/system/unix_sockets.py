@@ -38,14 +38,15 @@ def address(folder: int, name: str) -> str:
 def listen(folder: int, name: str) -> socket.socket:
     """A socket that listens under this name; one of that name is replaced."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    hidden = name + HIDDEN
     try:
-        hidden = name + HIDDEN
         listening.bind(address(folder, hidden))
         os.chmod(hidden, 0o600, dir_fd=folder)
         listening.listen(64)
         os.rename(hidden, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         listening.close()
+        unlink(folder, hidden)
         raise
     return listening
 

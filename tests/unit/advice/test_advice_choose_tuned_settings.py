@@ -11,7 +11,7 @@ from machines import GB, MB, healthy, with_pool
 from measured_data import cheap, dataset, waiting
 
 from legroom.advice.choose_tuned_settings import Step, TuneRequest, batch_seconds, choose
-from legroom.advice.complete_and_explain_tuned_settings import changes, settle
+from legroom.advice.complete_and_explain_tuned_settings import changes, milliseconds, settle
 from legroom.errors import UsageError
 from legroom.records.machine import Cpu, Gpu, Gpus, Machine
 from legroom.records.workload import Measured, Transport
@@ -256,3 +256,12 @@ def test_the_pace_is_positive_and_workers_never_slow_it(
     one = batch_seconds(even, batch, workers, 2, cores, Step())
     assert 0 < batch_seconds(even, batch, workers + 1, 2, cores, Step()) <= one
     assert batch_seconds(even, batch, workers, 4, cores, Step()) <= one
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.000412, "0.412 ms"), (0.0112, "11.2 ms"), (0.9994, "999 ms"), (0.9999, "1 s"), (1.02, "1.02 s"),
+     (28.449, "28.4 s"), (284.49, "4 min 44 s")],
+)  # fmt: skip
+def test_a_time_is_printed_in_the_unit_one_would_say(seconds: float, shown: str) -> None:
+    assert milliseconds(seconds) == shown

@@ -73,6 +73,8 @@ def test_largest_settings_come_down_prefetch_first() -> None:
     least = largest_settings(asked, batch, _shm(16 * MB))
     assert least is not None and (least.num_workers, least.prefetch_factor) == (0, None)
     assert "0 workers instead of 4" in least.why["num_workers"]
+    one = largest_settings(Demand(num_workers=2, prefetch_factor=1), batch, _shm(40 * MB))
+    assert one is not None and "1 worker instead of 2" in one.why["num_workers"]
 
 
 def test_a_smaller_batch_keeps_the_effective_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -41,6 +42,28 @@ def test_two_records_that_were_swapped_are_not_believed(shm: Path, tmp_path: Pat
     os.rename(spare, other)
     assert right(paths)
     assert right(paths)
+
+
+@pytest.mark.parametrize("call", ["close", "rename"])
+def test_a_record_that_cannot_be_written_leaves_no_file(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    two(tmp_path)
+    before = sorted(os.listdir(shm / "sources"))
+    really = os.close
+
+    def refuse(*given: int, **_: object) -> None:
+        if call == "close":
+            really(given[0])
+        raise OSError(errno.ENOSPC, "full")
+
+    with open_stores() as places:
+        store = places.found[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse)
+            with pytest.raises(OSError, match="full"):
+                remembered_source_digests.replace_record(store, "x", b"x")
+        assert sorted(os.listdir(shm / "sources")) == before
 
 
 def test_a_record_copied_to_another_name_is_not_believed(shm: Path, tmp_path: Path) -> None:

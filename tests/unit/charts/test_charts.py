@@ -18,6 +18,7 @@ from legroom.charts.drawing import (
     DARK,
     LIGHT,
     Drawing,
+    Line,
     Scale,
     Text,
     check_path,
@@ -112,6 +113,21 @@ def test_points_lie_where_the_numbers_are() -> None:
     (x0, y0), (x1, y1), (x2, y2) = points
     assert x1 - x0 == pytest.approx(x2 - x1) and x0 < x1
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2) and y0 > y1  # more than all of it is drawn as all of it
+
+
+def test_the_last_value_stands_at_the_end_of_its_line_and_the_peak_in_words() -> None:
+    def shown(*used: int | None) -> tuple[list[Text], list[str], float]:
+        points = [PoolPoint(60.0 * at, None if one is None else one << 20, 100 << 20) for at, one in enumerate(used)]
+        shapes = pool_chart({"disk": points}).shapes
+        texts = [shape for shape in shapes if isinstance(shape, Text)]
+        line = [shape for shape in shapes if isinstance(shape, Line) and shape.name == "used"][-1]
+        return [one for one in texts if one.name == "last"], [one.text for one in texts], line.points[-1][1]
+
+    (last,), texts, height = shown(10, 17, 13)
+    assert last.text == "13 %" and abs(last.y - 4 - height) < 1
+    assert {"peak 17 %", "17 MB"} <= set(texts) and "17 %" not in texts
+    (last,), texts, height = shown(10, 17, None)
+    assert last.text == "unknown" and abs(last.y - 4 - height) < 1 and "17 %" not in texts
 
 
 def test_an_unknown_point_breaks_the_line_and_a_single_point_is_visible() -> None:

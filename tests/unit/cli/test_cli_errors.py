@@ -126,3 +126,33 @@ def test_usage_errors_are_json_too(
 def test_an_option_of_the_supervised_command_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--bogus", "--", "python", "train.py", "--json"]) == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--json doctor", "--json goes after the command: legroom doctor --json"),
+        ("--pid 12 watch --once", "--pid goes after the command: legroom watch --pid 12 --once"),
+        ("--pid=12 watch", "--pid goes after the command: legroom watch --pid=12"),
+        ("--lang en --match run watch", "--match goes after the command: legroom watch --lang en --match run"),
+        (
+            "--retries 2 run -- python --json",
+            "--retries goes after the command: legroom run --retries 2 -- python --json",
+        ),
+        ("--json cache list", "--json goes after the command: legroom cache list --json"),
+        ("cache --json list", "--json goes after the command: legroom cache list --json"),
+        ("--json", "--json goes after the command: legroom doctor --json"),
+    ],
+)
+def test_an_option_before_its_command(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and "Did you mean" not in printed.err
+    if line.startswith("--json"):
+        assert json.loads(printed.out)["error"]["message"].startswith(told)
+
+
+@pytest.mark.parametrize("line", ["--jsn doctor", "--invented", "--invented doctor", "doctor --invented"])
+def test_an_option_that_no_command_has(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == 2
+    assert "No such option" in capsys.readouterr().err

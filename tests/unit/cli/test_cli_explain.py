@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -49,6 +50,36 @@ def test_a_log_without_evidence_is_reported_as_such(
     assert ("the log is empty" in report["evidence"]) is not bool(content)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("train.py", b"raise RuntimeError('CUDA out of memory')\nMemoryError\n", "train.py is source code"),
+        ("core", bytes(range(256)) * 40 + b"\nMemoryError\n", "is binary"),
+        ("train.log.gz", gzip.compress(LOG.encode()), "zcat FILE | legroom explain -"),
+    ],
+)
+def test_what_is_not_a_log_is_not_judged(
+    name: str, content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run(["explain", "--json", str(tmp_path / name)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "unknown" and "not the log of a job" in report["summary"]
+    assert any(told in line for line in report["evidence"])
+
+
+@pytest.mark.parametrize("around", ["{}", "\0\0\0\0{}", "\x1b[31m{}\x1b[0m\r\n"])
+def test_a_log_with_zeros_or_colours_is_one(around: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    for encoding in ("utf-8", "utf-16"):
+        log.write_bytes(around.format(LOG).encode(encoding))
+        assert run(["explain", "--json", str(log)]) == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == "gpu-oom"
+    log.write_bytes(b"\0" * 100_000 + LOG.encode())  # truncated by another program while it was written
+    assert run(["explain", "--json", str(log)]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "gpu-oom"
+
+
 def test_a_bug_is_still_reported_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "bug.log"
     log.write_text("Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n")
@@ -77,8 +108,7 @@ def test_an_unreadable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("name", "content", "word"),
     [
-        ("a.npy", bytes(range(256)) * 40, "is not text"),
-        ("zeros.npy", bytes(4000), "is not text"),
+        ("a.npy", bytes(range(256)) * 40, "is binary"),
         ("train.py", b"raise RuntimeError('CUDA out of memory')\n", "source code"),
         ("train.log", "loss 0.3 \x1b[32mok\x1b[0m 损失\r\n".encode() * 20, ""),
         ("train.log", "loss 0.3 损失\r\n".encode("gb18030") * 20, ""),

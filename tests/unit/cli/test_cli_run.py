@@ -255,7 +255,7 @@ ASKED = ("--retries", "2", "--checkpoint", "step*.pt", "--resume-flag", "--resum
 def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     script = _script(tmp_path, SAVES + STUBBORN)
     done = _run(*ASKED, "--", sys.executable, script, "--num_workers", "2", folder=tmp_path)
-    assert done.returncode == 0
+    assert done.returncode == 0 and b"does not pass the checkpoint" not in done.stderr
     assert done.stdout.decode().splitlines()[-2].endswith("from step1.pt")
     assert b"step2.pt" in done.stderr
 
@@ -266,6 +266,7 @@ def test_without_a_resume_flag_nothing_is_reported_as_resumed(tmp_path: Path) ->
     report = _report(done)
     assert report["exit"] == 0 and [one["resumed_from"] for one in report["attempts"]] == [None, None]
     assert b"without --resume-flag the script must find it" in done.stderr
+    assert b"a restart does not pass the checkpoint to the script" in done.stderr.partition(b"attempt 2")[0]
 
 
 def test_a_checkpoint_of_an_earlier_run_is_resumed_only_when_asked_for(tmp_path: Path) -> None:

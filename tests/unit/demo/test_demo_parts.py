@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -20,7 +21,7 @@ from legroom.cli.main import run
 from legroom.demo import demo_setup
 from legroom.demo.demo_scripts import CLASSES, ROW_BYTES, learn, send
 from legroom.demo.demo_setup import RUNS, demo_size, h5py_seconds, make_dataset, rows_that_overflow
-from legroom.demo.demo_stages import Child, best_rates, peak, steps_for
+from legroom.demo.demo_stages import Child, Demo, best_rates, end_all, peak, steps_for
 from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.messages import cells
 from legroom.probe.host_files_and_syscalls import Host
@@ -331,3 +332,37 @@ def test_a_child_that_has_ended_has_no_unread_messages(tmp_path: Path) -> None:
         process.communicate()
         child.update()
     assert child.ended and child.done
+
+
+def test_a_killed_run_is_not_resumed_from_a_step_after_the_one_it_was_killed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps between two messages, and those made until the signal arrives, are in its checkpoint."""
+    (tmp_path / "shared").mkdir()
+    lines: list[str] = []
+    screen = SimpleNamespace(tell=lambda clock, text: lines.append(text), draw=lambda *_: None)
+    demo = Demo(screen, folder=tmp_path)  # type: ignore[arg-type]
+    checkpoint = tmp_path / "step-000045.npz"
+    script = (
+        "import io, os, sys, time, zipfile\n"
+        "if '--resume' in sys.argv:\n"
+        "    send = [dict(kind='resumed', step=45), dict(kind='step', step=46, of=100, loss=1.0)]\n"
+        "else:\n"
+        "    send = [dict(kind='started'), dict(kind='step', step=44, of=100, loss=1.0)]\n"
+        "import json\n"
+        "with open('messages.jsonl', 'a') as file:\n"
+        "    for one in send:\n"
+        "        file.write(json.dumps({'pid': os.getpid(), 'when': time.monotonic(), **one}) + chr(10))\n"
+        "time.sleep(60)\n"
+    )
+    child = Child("one", (sys.executable, "-c", script), tmp_path, {**os.environ})
+    demo.children = [child]
+    child.start(tmp_path)
+    try:
+        demo.until(lambda: child.last("step"), "its first message")
+        np.savez(checkpoint, step=45)
+        rescue = demo._kill_and_resume(child)
+    finally:
+        end_all([child])
+    assert (rescue["at_step"], rescue["resumed_from"]) == (45, 45)
+    assert any("killed on purpose after step 45" in line for line in lines)

@@ -48,10 +48,10 @@ SAMPLES = [
     ("._SUCCESS.crc", b"crc\0\0\0\x02\0", "beside the data", "pattern of the data files"),
     ("index.json", b'{"shards": []}', "MosaicML MDS", "pass the directory"),
     (".zarray", b'{"zarr_format": 2}', "Zarr", "pass the directory"),
-    ("a.csv.gz", gzip.compress(b"a,b\n1,2\n"), "CSV (gzip)", "read_csv('"),
-    ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n'), "JSON Lines (gzip)", "input_stream('"),
-    ("a.nii.gz", gzip.compress(b"abc"), "NIfTI", "nibabel.load('"),
-    ("a.bin.gz", gzip.compress(b"abc"), "compressed with gzip", "gunzip -k"),
+    ("a.csv.gz", gzip.compress(b"a,b\n1,2\n", mtime=0), "CSV (gzip)", "read_csv('"),
+    ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n', mtime=0), "JSON Lines (gzip)", "input_stream('"),
+    ("a.nii.gz", gzip.compress(b"abc", mtime=0), "NIfTI", "nibabel.load('"),
+    ("a.bin.gz", gzip.compress(b"abc", mtime=0), "compressed with gzip", "gunzip -k"),
     ("a.zst", b"\x28\xb5\x2f\xfd" + bytes(9), "compressed with zstd", "unzstd"),
     ("a.xz", b"\xfd7zXZ\x00" + bytes(9), "compressed with xz", "unxz"),
     ("a.7z", b"7z\xbc\xaf\x27\x1c" + bytes(9), "content is 7z", "extract it"),
@@ -107,7 +107,9 @@ def test_what_is_passed_by_mistake_is_named_with_what_to_do(
     compile(code, "fix", "exec")
 
 
-@pytest.mark.parametrize(("name", "content"), [(one[0], one[1]) for one in SAMPLES if len(one[1]) >= 8])
+@pytest.mark.parametrize(
+    ("name", "content"), [pytest.param(one[0], one[1], id=f"{one[0]}-{one[2]}") for one in SAMPLES if len(one[1]) >= 8]
+)
 def test_tokens_that_begin_like_another_type_open_with_their_dtype(tmp_path: Path, name: str, content: bytes) -> None:
     """Refused are only types whose marks tokens do not have by chance, and text given as other than its bytes."""
     never = any(one.never_tokens and one.marked(content) for one in TYPES) or name == "a.pkl"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from legroom.cli.main import run
-from legroom.leak.find_leaking_lines import diagnose
+from legroom.leak.find_leaking_lines import _Series, _too_short, diagnose
 from legroom.leak.leak_report import leak_page, report_lines, report_object
 from legroom.leak.object_size import size_of
 from legroom.leak.process_counters import Counters
@@ -157,6 +157,10 @@ def test_too_few_samples_are_said_to_be_too_few() -> None:
     report = diagnose([_record(80 * KB, count=5)])
     assert not report.sites and report.processes[0].reason is not None
     assert "too few to tell" in "\n".join(report_lines(report))
+    series = _Series("step", [], [])
+    assert _too_short(series, 1, 9.0) == "1 step is too few to tell"
+    assert "ran for 300 ms:" in _too_short(series, None, 0.3)
+    assert "ran for 28 s:" in _too_short(series, None, 28.449)
     assert "no Python process" in "\n".join(report_lines(LeakReport(())))
 
 

@@ -197,3 +197,15 @@ def test_workers_that_copy_the_dataset() -> None:
 @pytest.mark.parametrize("copied", [[None] * 6, [0, 0, 0, 0], [0, 2, 2, 2, 2], [0, 40, 80, 80, 80], [0, 20, 40, 60]])
 def test_workers_that_start_or_collect_garbage_copy_no_dataset(copied: list[int | None]) -> None:
     assert "workers-copy-dataset" not in {alarm.code for moment in _copying(copied) for alarm in moment.alarms}
+
+
+def test_a_killed_process_is_listed_with_its_last_known_size() -> None:
+    """RSS is missing while the kernel takes a killed process apart."""
+
+    def at(clock: float, kills: int, *rows: ProcessRow) -> Sample:
+        return sample(clock, processes=rows, events=MemoryEvents(kills, 0, 0, "cgroup", "memory.events"))
+
+    exiting = ProcessRow(7, 1, "python train.py", None)
+    seen = [at(0, 0, row(7, rss=9 * GB), row(8, rss=MB)), at(1, 0, exiting, row(8, rss=MB)), at(2, 1)]
+    (alarm,) = list(moments(seen))[-1].begun
+    assert alarm.pids[0] == 7 and "9 GB when last seen" in alarm.message

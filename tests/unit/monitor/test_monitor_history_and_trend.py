@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from monitor_samples import GB, MB, pool, row, sample
 
-from legroom.monitor.history_and_trend import History, ThinningBuffer
+from legroom.monitor.history_and_trend import History, ThinningBuffer, growing_processes
 from legroom.monitor.watch_loop import MomentStream
-from legroom.records.watch_sample import Sample
+from legroom.records.watch_sample import ProcessRow, Sample
 
 
 def test_tiers_are_bounded_ordered_and_reach_back() -> None:
@@ -70,3 +70,10 @@ def test_a_clock_that_goes_back_begins_a_new_history() -> None:
     for clock in (0.0, 1.0, 2.0, 0.0, 1.0):
         history.add(sample(clock))
     assert [one.clock for one in history.samples] == [0.0, 1.0]
+
+
+def test_a_size_that_was_unknown_before_is_not_growth() -> None:
+    before = sample(0, processes=(row(7, rss=GB), ProcessRow(8, 1, "python other.py", None), row(9, rss=MB)))
+    after = sample(9, processes=(row(7, rss=2 * GB), row(8, rss=30 * GB), row(9, rss=MB, gpu=GB), row(10, rss=3 * GB)))
+    assert growing_processes(before, after, "ram").pids == (10, 7)
+    assert growing_processes(before, after, "gpu0").pids == (9,)

@@ -26,7 +26,7 @@ from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
 from legroom.monitor.watch_text import TextOutput, sample_line
 from legroom.records.machine import MemoryEvents, Pool, Pressure
-from legroom.records.watch_sample import Annotations, EntryRow, Mark, Moment
+from legroom.records.watch_sample import Annotations, EntryRow, Mark, Moment, ProcessRow
 
 EVIL = 'python "<script>"\\n\\ train.py\nX{a="b"}'
 
@@ -435,3 +435,23 @@ def test_everything_printed_to_a_terminal_fits_it(columns: int) -> None:
     assert max(map(cells, shown)) <= columns
     text = " ".join(" ".join(shown).split())
     assert notes[0] in text and "CRITICAL shm-nearly-full" in text and "peaks: shm 97 MB of 100 MB" in text
+
+
+def test_an_unknown_size_is_not_printed_as_zero() -> None:
+    told: list[str] = []
+    lines = TextOutput(told.append, History())
+    rows = (ProcessRow(5, 1, "no figures", None), ProcessRow(6, 1, "small", 3 * MB, swap=0))
+    lines.show(Moment(sample(0, processes=rows)))
+    assert [line.split()[:2] for line in told if line.startswith("    ")] == [["3", "MB"], ["unknown", "5"]]
+    lines.show(Moment(sample(1, processes=rows[:1])))
+    assert told[-1].endswith("largest 5 no figures unknown") and "0 B" not in "".join(told)
+
+
+def test_a_command_that_is_too_long_keeps_its_arguments() -> None:
+    told: list[str] = []
+    lines = TextOutput(told.append, History(), lambda: 60)
+    rows = tuple(row(n, rss=GB, command=f"/root/.pyenv/versions/3.11.7/bin/python train_{n}.py") for n in (1, 2))
+    lines.show(Moment(sample(0, processes=rows)))
+    assert all(cells(line) <= 60 for line in told)
+    assert [line.split(maxsplit=3)[3] for line in told[-2:]] == ["python train_1.py", "python train_2.py"]
+    assert "python train_1.py" in sample_line(sample(0, processes=rows), 90)

@@ -131,3 +131,12 @@ def test_steps_that_are_counted_anew_begin_anew() -> None:
 def test_steps_are_in_the_log() -> None:
     moment = _stepping(4)
     assert parse_sample(moment_object(moment)).said.process_steps == (ProcessSteps(1, 12),)
+
+
+def test_a_process_that_grew_since_its_pss_was_read_counts_with_its_growth() -> None:
+    timeline = ProcessTimeline()
+    grown = _row(1, 400, pss=30 * MB, pss_anon=100 * MB)
+    timeline.add(replace(_sample(0), processes=(grown, _row(2, 0, pss=200 * MB, pss_anon=100 * MB))))
+    (frame,) = timeline.frames()
+    assert {point.pid: point.taken for point in frame.points} == {1: 430 * MB, 2: 200 * MB}
+    assert largest_pids([frame], 1) == [1]

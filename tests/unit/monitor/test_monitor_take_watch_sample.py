@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -296,3 +297,27 @@ def test_elsewhere_pools_and_processes_are_unknown_with_a_reason() -> None:
     found = _take(Sampler(this_process(host), host=host))
     shm = found.pool("shm")
     assert shm is not None and shm.size is None and shm.reason and found.notes
+
+
+def test_pss_is_read_first_of_large_and_of_growing_processes(machine: FakeMachine) -> None:
+    for pid in range(100, 140):
+        machine.process(pid, 1 if pid == 100 else 100, pss=pid)
+
+    def resize(pid: int, rss: int) -> None:
+        status = machine.root / f"proc/{pid}/status"
+        status.write_text(re.sub(r"VmRSS:\t\d+", f"VmRSS:\t{rss}", status.read_text()))
+
+    resize(135, 700_000)
+    resize(130, 500_000)
+    host, clock = machine.host, Clock()
+    sampler = Sampler(process_tree(100, ProcessTable(host).refresh()), host=host, clock=clock, interval=1e-6)
+    read: list[set[int]] = []
+    for number in range(50):
+        if number == 46:
+            resize(120, 300_000)
+        found = _take(sampler)
+        read.append({row.pid for row in found.processes if row.pss_at == found.clock})
+        clock.now += 10_000.0
+    assert 135 in read[0] and 130 in read[2]
+    assert {pid for pids in read[:46] for pid in pids} == set(range(100, 140))  # the others have turns too
+    assert 120 in read[46] | read[47]

@@ -19,7 +19,7 @@ from legroom.monitor import tui_lines
 from legroom.monitor.tui import ScreenState, TerminalView, require_textual, run_full_screen
 from legroom.monitor.watch_loop import MomentStream
 from legroom.records.machine import Pool
-from legroom.records.watch_sample import Annotations, Moment, PoolPoint, ProcessRow, Sample
+from legroom.records.watch_sample import Annotations, EntryRow, Moment, PoolPoint, ProcessRow, Sample
 from watch_runs import GB, HOSTILE, MB, START, moments, samples
 
 pytest.importorskip("textual")
@@ -344,3 +344,55 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textual", None)
     with pytest.raises(MissingPackage, match=r"legroom\[watch\]"):
         require_textual()
+
+
+def test_processes_whose_pss_is_not_read_sort_by_what_is_known_of_it() -> None:
+    rows = (
+        ProcessRow(1, 0, "sleep", 2 * MB, pss=100 << 10, pss_at=0.0, rss_anon=MB, pss_anon=MB),
+        ProcessRow(2, 0, "just started", 577 * MB, rss_anon=560 * MB),
+        ProcessRow(3, 0, "grew", 720 * MB, pss=8 * MB, pss_at=0.0, rss_anon=711 * MB, pss_anon=10 * MB),
+        ProcessRow(4, 0, "of another user", 40 * MB, pss_at=0.0),
+        ProcessRow(5, 0, "no figures", None),
+        ProcessRow(6, 0, "of an earlier log", 90 * MB, pss=80 * MB, pss_at=0.0, rss_anon=70 * MB),
+    )
+    sample = replace(next(samples(1)), processes=rows, clock=20.0)
+    lines = [line.plain.split() for line in tui_lines.process_lines(sample, "p", 120)[1:]]
+    assert [int(line[0]) for line in lines] == [3, 2, 6, 4, 1, 5]
+    texts = {line[0]: " ".join(line[1:5]) for line in lines}
+    assert texts["3"] == "~709 MB 20 s" and texts["2"] == "≤577 MB not yet" and texts["6"] == "80 MB 20 s"
+    assert texts["4"].startswith("≤40 MB unknown")
+    over_time = [line.plain for line in tui_lines.process_history_lines(sample, [], "p", 120)[1:]]
+    assert [int(line[1:8]) for line in over_time] == [3, 2, 6, 4, 1, 5]
+    assert "~709 MB" in over_time[0] and "~560 MB" in over_time[1] and " 80 MB" in over_time[2]
+
+
+def test_long_paths_show_which_file_and_which_script_it_is() -> None:
+    folder = "/mnt/storage/projects/imagenet/preprocessed/256x256/"
+    entries = tuple(EntryRow(f"{n}", f"{folder}训练-{n:05d}.h5#images", "shm", GB, True) for n in range(9))
+    for width in (80, 50, 120):
+        lines = [line.plain for line in tui_lines.entry_lines(entries, width)[1:]]
+        assert len(set(lines)) == 9 and all(cells(line) <= width for line in lines)
+        assert all(line.endswith(f"{n:05d}.h5#images") for n, line in enumerate(lines))
+    assert tui_lines.entry_lines(entries, 120)[1].plain.endswith(f" {folder}训练-00000.h5#images")
+    rows = tuple(ProcessRow(n, 1, f"/root/.pyenv/versions/3.11.7/bin/python job{n}.py", MB) for n in (1, 2))
+    sample = replace(next(samples(1)), processes=rows)
+    for lines in (tui_lines.process_lines(sample, "p", 90), tui_lines.process_history_lines(sample, [], "p", 80)):
+        assert "python job1.py" in lines[1].plain and "python job2.py" in lines[2].plain
+    assert "/root/.pyenv/versions/3.11.7/bin/python job1.py" in tui_lines.process_lines(sample, "p", 160)[1].plain
+
+
+def test_keys_are_named_where_they_work() -> None:
+    state = ScreenState(_fed(90))
+
+    def words() -> str:
+        parts = state.lines(80)
+        return parts["head"][0].plain + parts["title"][0].plain
+
+    assert "escape" not in words() and "end" not in words()
+    state.look_back(3)
+    assert "3 of 90 readings back (shift: by 60; end: newest)" in words()
+    state.newest()
+    state.open_next()
+    assert words().endswith("escape: all processes")
+    state.close()
+    assert "escape" not in words()

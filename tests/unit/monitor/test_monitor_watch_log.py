@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,48 @@ def test_a_full_disk_ends_the_log_and_not_the_watch() -> None:
         log.show(moment)
     log.close()
     assert len(told) == 1 and "No space left" in told[0]
+
+
+def test_lists_that_do_not_change_are_written_once_and_read_back_in_every_sample(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    entries = tuple(EntryRow(f"{n:064x}", f"/data/imagenet/train/part-{n:05d}.h5", "shm", GB, True) for n in range(29))
+    idle = replace(entries[0], in_use=False)
+    made = [replace(_full(n + 0.25), entries=(idle, *entries[1:]) if n in (5, 6, 700) else entries) for n in range(800)]
+    made[9] = replace(made[9], entries=None)
+    for log in (WatchLog(path, pytest.fail), WatchLog(path, pytest.fail)):
+        for moment in moments(made):
+            log.show(moment)
+        log.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert list(read_samples(path, pytest.fail)) == made + made
+    assert sum(b'"entries":[' in line for line in lines[:800]) == 18  # changes, and every 60th
+    assert max(map(len, lines)) > 4 * len(lines[1]) and b'"gpu_copies":[' not in lines[1]
+    # Old logs, with everything in every line, and --json.
+    old = tmp_path / "old.jsonl"
+    old.write_text("".join(json_line(moment) + "\n" for moment in moments(made)))
+    assert list(read_samples(old, pytest.fail)) == made
+    # Two watches that write into one log; a log without its beginning.
+    mixed = tmp_path / "mixed.jsonl"
+    shifted = [replace(one, clock=one.clock + 0.5, entries=entries[:3]) for one in made[:20]]
+    logs = WatchLog(mixed, pytest.fail), WatchLog(mixed, pytest.fail)
+    for one, two in zip(moments(made[:20]), moments(shifted), strict=True):
+        logs[0].show(one)
+        logs[1].show(two)
+    for log in logs:
+        log.close()
+    both = [one for pair in zip(made[:20], shifted, strict=True) for one in pair]
+    assert list(read_samples(mixed, pytest.fail)) == both
+    path.write_bytes(b"".join(lines[1:800]))
+    found = list(read_samples(path, pytest.fail))
+    assert [one.entries for one in found[:4]] == [None] * 4 and found[4:] == [
+        replace(one, groups=new.groups, gpu_copies=new.gpu_copies) for one, new in zip(made[5:], found[4:], strict=True)
+    ]
+    assert found[-1] == made[-1]
+
+
+@pytest.mark.parametrize("value", [3, "entries", ["entries"], None, {"entries": [1]}])
+def test_a_reference_to_an_earlier_line_that_is_none_is_refused(tmp_path: Path, value: object) -> None:
+    path, told = tmp_path / "run.jsonl", list[str]()
+    data = moment_object(Moment(_full()))
+    path.write_text(json.dumps(data) + "\n" + json.dumps({**data, "unchanged_since": value}) + "\n" + json.dumps(data))
+    assert len(list(read_samples(path, told.append))) == 2 and "1 line" in told[0]

@@ -60,7 +60,22 @@ def test_thinning_keeps_extremes_gaps_and_order(used: list[int | None]) -> None:
 def test_columns_show_the_highest_and_leave_gaps() -> None:
     points = [PoolPoint(0, 1, 10), PoolPoint(1, 9, 10), PoolPoint(2, None, None), PoolPoint(4, 5, 10)]
     assert column_shares(points, 4) == [0.1, 0.9, None, 0.5]
-    assert column_shares([], 4) == [] and column_shares(points[:1], 3) == [None, None, 0.1]
+    assert column_shares([], 4) == [] and column_shares(points[:1], 3) == [0.1]
+
+
+def test_the_first_minute_is_a_short_line_without_gaps() -> None:
+    points = [PoolPoint(at + at % 3 / 5, at, 100) for at in range(40)]  # each a little late or not
+    assert column_shares(points[:2], 60) == [0, 0.01]
+    for count in (8, 20, 40):
+        shares = column_shares(points[:count], 60)
+        assert (
+            0.8 * count <= len(shares) <= count
+            and None not in shares
+            and max(filter(None, shares)) == (count - 1) / 100
+        )
+    assert len(column_shares(points, 12)) == 12
+    stopped = column_shares(points[:10] + points[25:], 60)  # the machine slept
+    assert stopped.count(None) >= 13 and stopped[0] == 0 and stopped[-1] == 0.39
 
 
 # Stories.

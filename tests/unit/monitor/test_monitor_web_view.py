@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from legroom.monitor import serve_web_page as web_module
 from legroom.monitor.http_server import AllowedHosts, host_name
 from legroom.monitor.serve_web_page import MOST_PROCESSES, MOST_STREAMS, EventFeed, WebView
 from legroom.records.watch_sample import Moment, ProcessRow
-from watch_runs import HOSTILE, moments, samples
+from watch_runs import HOSTILE, MB, moments, samples
 
 PATIENCE = 60.0
 
@@ -392,3 +392,28 @@ def _refused(where: tuple[str, int]) -> bool:
     except ConnectionResetError:  # it closed while we were in its queue
         return False
     return False
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
+def test_the_page_sorts_processes_without_pss_by_what_is_known_of_it() -> None:
+    rows = [
+        ProcessRow(1, 0, "sleep", 2 * MB, pss=100 << 10, pss_at=0.0, rss_anon=MB, pss_anon=MB),
+        ProcessRow(2, 0, "just started", 577 * MB, rss_anon=560 * MB),
+        ProcessRow(3, 0, "grew", 720 * MB, pss=8 * MB, pss_at=0.0, rss_anon=711 * MB, pss_anon=10 * MB),
+        ProcessRow(4, 0, "of another user", 40 * MB, pss_at=0.0),
+        ProcessRow(5, 0, "no figures", None),
+    ]
+    part = Path(web_module.__file__).parent / "web_page" / "cards_and_tables.js"
+    script = f"""
+        import {{COLUMNS, inOrder, pssEstimate}} from {json.dumps(part.as_uri())};
+        const rows = {json.dumps([asdict(row) for row in rows])}, text = COLUMNS.find((one) => one.key === "pss").text;
+        console.log(JSON.stringify([inOrder(rows, {{key: "pss", down: true}}).map((row) => row.pid),
+          rows.map(pssEstimate), rows.map(text)]));
+    """
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    order, estimates, texts = json.loads(done.stdout)
+    assert order == [3, 2, 4, 1, 5]
+    assert estimates == [row.pss_estimate for row in rows]
+    assert texts == ["100 KB", "≤ 577 MB", "~ 709 MB", "≤ 40 MB", "not yet read"]

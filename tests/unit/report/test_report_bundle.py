@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -171,6 +172,22 @@ def test_no_file_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.C
         checked_path("report.rar")
 
 
+@pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_a_full_disk_is_not_called_a_directory_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UsageError) as refused:
+        write(b"new", str(tmp_path / "a.zip"))
+    told = "\n".join(refused.value.fix)
+    assert ("the disk is full" in told and f"df -h {tmp_path}" in told) is full
+    assert ("that you can write to" in told) is not full
+    assert os.listdir(tmp_path) == []
+
+
 def test_no_file_is_overwritten_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "no links here")
@@ -212,7 +229,9 @@ def test_the_ends_of_a_run_report_and_a_watch_log_are_attached(tmp_path: Path) -
     (tmp_path / "run.json").write_text(json.dumps(story))
     alarm = {"code": "shm-level", "pool": "shm", "level": "critical", "since": 5.0, "message": "m"}
     moment = {"schema": "legroom.watch/1", "processes": [{"pid": 1, "command": "/x/python /y/t.py --data /z"}]}
-    lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else []}) for at in range(9)]
+    lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else [],
+                         **({"entries": [{"bytes": 5}]} if at == 2 else {"unchanged_since": {"entries": 2}})})
+             for at in range(9)]  # fmt: skip
     (tmp_path / "watch.jsonl").write_text("\n".join([*lines, '{"schema": "legroom.wa']))
     asked = Attachments(run=str(tmp_path / "run.json"), watch=str(tmp_path / "watch.jsonl"))
     parts = _bundle(Host.at(rigs.TREES / "docker-v2"), asked)
@@ -220,6 +239,7 @@ def test_the_ends_of_a_run_report_and_a_watch_log_are_attached(tmp_path: Path) -
     assert ran["command"][-1] == "<secret>" and ran["attempts"][0]["readings"][-1] == {"when": 499}
     assert len(ran["attempts"][0]["readings"]) == 60
     assert len(watched["alarms"]) == 1 and watched["last"]["clock"] == 8
+    assert watched["last"]["entries"] == [{"bytes": 5}] and "unchanged_since" not in watched["last"]
     assert watched["last"]["processes"][0]["command"] == "python t.py --data …"
 
 

@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import client_name
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
-from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, make_job_cgroup
-from legroom.rescue.find_failures_in_log import facts_of
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, OomVictims, make_job_cgroup
+from legroom.rescue.find_failures_in_log import facts_of, named_paths
 from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
 from legroom.rescue.job_sampling import (
+    DiskLevels,
     JobSampler,
     StallDetector,
     cpu_seconds,
@@ -72,6 +74,58 @@ def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
     assert readings.history[-1].when == 19_999
     assert len(thinned(readings.history)) <= 700
     assert readings.pause > 0.05  # an old run is looked at less often
+
+
+class _Disks(Host):
+    """Two local disks and a read-only image; ``used`` bytes of 100 each."""
+
+    used: dict[str, int]
+
+    def disk_space(self, path: str):  # type: ignore[no-untyped-def]
+        from legroom.probe.host_files_and_syscalls import DiskSpace
+
+        return DiskSpace(100, 100 - self.used[path], self.used[path]) if path in self.used else None
+
+
+@pytest.mark.parametrize(("before", "filled"), [(40, True), (100, False)])
+def test_a_disk_that_became_full_is_known_wherever_it_is(tmp_path: Path, before: int, filled: bool) -> None:
+    """torch.save writes and fails between two readings, to a disk that is not the current directory's."""
+    lines = (("/scratch", "rw", "tmpfs"), ("/image", "ro", "ext4"), ("/dev/shm", "rw", "tmpfs"), ("/net", "rw", "nfs4"))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(
+        "".join(
+            f"{n} 1 0:{n} / {point} {how},relatime - {kind} src {how}\n" for n, (point, how, kind) in enumerate(lines)
+        )
+    )
+    for point, _, _ in lines:
+        (tmp_path / point[1:]).mkdir(parents=True)
+    host = _Disks(root=tmp_path)
+    object.__setattr__(host, "used", {point: 100 for point, _, _ in lines} | {"/scratch": before})
+    disks = DiskLevels(host, ())
+    disks._before = {device: level.used for device, (_, level) in disks._local_disks().items()}
+    host.used["/scratch"] = 100
+    disks._stop.set()
+    disks._finish_reading()
+    full = {"/scratch": Level(100, 100)}
+    assert (disks.finish(), disks.full_before) == ((full, {}) if filled else ({}, full))
+
+
+def test_programs_that_start_processes_elsewhere() -> None:
+    assert client_name(["sudo", "-E", "/usr/bin/docker", "run", "image"]) == "docker"
+    assert client_name(["env", "A=1", "timeout", "30", "ssh", "node1", "python train.py"]) == "ssh"
+    assert client_name(["python", "ssh.py"]) is client_name(["python", "docker"]) is client_name([]) is None
+    victims = OomVictims(Host(), JobCgroup(None, None, False), client="ssh")
+    victims.measure([os.getpid()])
+    assert victims.client is None, "it is no longer running"
+
+
+def test_the_disk_of_a_path_in_the_message_is_read(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    log = facts_of(f"OSError: [Errno 28] No space left on device: '{tmp_path}/runs/none/c.pt'\n".encode())
+    disks = DiskLevels(Host(), ())
+    disks.start()
+    assert list(disks.finish(60.0, named_paths(log))) == [str(tmp_path / "runs")]
+    assert named_paths(facts_of(b"OSError: [Errno 28] No space left on device: '/dev/shm/x'\n")) == ()
 
 
 def test_the_kernel_s_log_is_read_from_the_mark_on_and_only_about_the_job(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from legroom.records.failure import Level
+from legroom.probe.snapshot import snapshot
+from legroom.records.failure import Evidence, Level, OomCount
 from legroom.records.machine import RuntimeEnvironment
-from legroom.rescue.verdict import fixes
+from legroom.rescue.find_failures_in_log import facts_of
+from legroom.rescue.verdict import classify, fixes, with_fixes
+from legroom.system.processes_and_threads import ExitStatus
 
 GB = 1 << 30
 ROOT = RuntimeEnvironment("bare", "", "linux", root=True, may_mount=True, sudo=False, rights_how="")
@@ -42,3 +47,44 @@ def test_after_an_oom_kill_no_limit_is_raised_beyond_the_machine_and_the_dead_ar
     assert "--memory" not in told(docker, 64 * GB, 64 * GB)  # there is no limit to raise
     for text in (told(docker, 64 * GB, 64 * GB), told(ROOT, 4 * GB, 64 * GB)):
         assert "ps -e" not in text and "use fewer workers" in text
+
+
+def test_a_full_disk_is_named_in_its_fixes() -> None:
+    told = "\n".join(fixes("disk-full", ROOT, ram=None, shm=None, nofile=None, disks=("/mnt/my data",)))
+    assert "du -xh --max-depth=1 '/mnt/my data' |" in told and "df -h '/mnt/my data'" in told
+    unknown = "\n".join(fixes("disk-full", ROOT, ram=None, shm=None, nofile=None)).splitlines()
+    assert not any(line.endswith(" .") or " . " in line for line in unknown), "the current directory may be elsewhere"
+    assert "df -h" in unknown and "df -i" in unknown
+
+
+def _advised(**known: Any) -> str:
+    known["log"] = facts_of(known.pop("text", "").encode())
+    evidence = Evidence(**known)
+    return "\n".join(with_fixes(classify(evidence), evidence, snapshot()).fix)
+
+
+CRASH = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Segmentation fault.\n"
+BUG = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
+
+
+def test_a_crash_advises_the_fault_handler() -> None:
+    for known in ({"ending": ExitStatus(signal=11)}, {"ending": ExitStatus(1), "text": CRASH}, {"text": CRASH}):
+        assert "python -X faulthandler" in _advised(**known)
+    traced = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+    assert "faulthandler" not in _advised(ending=ExitStatus(signal=11), text=traced)
+    assert "faulthandler" not in _advised(ending=ExitStatus(1), text="Aborted\n" + "step 1\n" * 500 + BUG)
+
+
+def test_sigint_is_never_called_that_of_a_daemon() -> None:
+    interrupted = "Traceback (most recent call last):\n  File 'a'\nKeyboardInterrupt\n"
+    for known in (
+        {"ending": ExitStatus(signal=2)},
+        {"text": interrupted},
+        {"ending": ExitStatus(130), "text": interrupted},
+    ):
+        told = _advised(**known)
+        assert "Ctrl-C" in told and "earlyoom" not in told and "time limit" not in told
+    assert "earlyoom" in _advised(ending=ExitStatus(signal=15))
+    typed = classify(Evidence(ending=ExitStatus(130), keyboard=True, oom=OomCount(0, True, "own")))
+    assert typed.cause == "killed" and "Ctrl-C" in typed.summary, "a script that exits with 130 after Ctrl-C"
+    assert _advised(ending=ExitStatus(130), keyboard=True) == ""

@@ -155,6 +155,96 @@ def test_no_space_left_is_the_disk_or_dev_shm_by_which_is_full() -> None:
     assert _verdict(ending=ExitStatus(1), text=text)[0] == "disk-full"
 
 
+GB = 1 << 30
+REFUSED = (
+    "Traceback (most recent call last):\n  File 'a'\n"
+    "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)\n"
+)
+NCCL = "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-9qPzWZ (size {}), No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "size", "sure"),
+    [
+        (REFUSED, 60 * MB, 64 * MB, 0.97),
+        (REFUSED, 0, 64 * MB, 0.93),  # one batch of more than 64 MB: refused without the level rising
+        (REFUSED, 0, 4 * GB, 0.75),
+        (REFUSED, 811 * MB, 23 * GB, 0.6),
+        (NCCL.format(9637888), 60 * MB, 128 * MB, 0.93),
+        (NCCL.format(9637888), 120 * MB, 4 * GB, 0.6),  # it prints the size: 9 MB fit into that
+        (NCCL.format(9637888000), 120 * MB, 4 * GB, 0.97),
+    ],
+)
+def test_a_measured_level_that_contradicts_a_full_dev_shm_lowers_the_confidence(
+    text: str, used: int, size: int, sure: float
+) -> None:
+    peaks = {"shm": Level(used, size)}
+    said = classify(Evidence(log=facts_of(text.encode()), ending=ExitStatus(1), peaks=peaks))
+    assert (said.cause, said.confidence) == ("shm-full", sure)
+    assert any("was free at its peak" in line for line in said.evidence) is (sure < 0.9)
+
+
+def test_a_bare_cuda_error_is_no_surer_where_no_gpu_was_seen_full() -> None:
+    """Page-locked memory gives the same message; that the job was watched is no evidence for either."""
+    bare = "CUDA error: out of memory\n"
+    free, full = {"gpu0": Level(1, 100)}, {"gpu0": Level(95, 100)}
+    assert _verdict(text=bare)[0] == _verdict(text=bare, ending=ExitStatus(1), peaks=free)[0] == "unknown"
+    assert _verdict(text=bare, ending=ExitStatus(1), peaks=full) == ("gpu-oom", 0.9)
+
+
+def test_what_counts_here_says_nothing_of_processes_elsewhere() -> None:
+    """`docker run` and ssh: the killed process is in another cgroup, with another /dev/shm."""
+    there: dict[str, Any] = {"oom": NONE, "elsewhere": "docker"}
+    for text in ("Killed\n", "", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"):
+        said = classify(Evidence(ending=ExitStatus(137), log=facts_of(text.encode()), **there))
+        assert (said.cause, said.likely[0].cause) == ("unknown", "ram-oom-kill"), text
+        assert any("docker starts processes elsewhere" in line for line in said.evidence)
+    assert _verdict(ending=ExitStatus(1), text="State: OOMKilled\n", **there)[1] == 0.95
+    low = {"shm": Level(0, 23 * GB)}
+    assert _verdict(ending=ExitStatus(1), text=REFUSED, peaks=low, **there) == ("shm-full", 0.93)
+    assert _verdict(ending=ExitStatus(135), text=WORKER_BUS, peaks=low, disks=ROOMY, **there) == ("shm-full", 0.7)
+    assert _verdict(ending=KILLED, **there) == ("killed", 0.93), "the client itself is counted here"
+
+
+# torch.save to a full disk, with torch 2.4 to 2.13: no path, no error number.
+TORCH_SAVE = """\
+Traceback (most recent call last):
+  File "torch/serialization.py", line 1312, in _save
+    zip_file.write_record(name, storage, num_bytes)
+RuntimeError: basic_ios::clear: iostream error
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534
+"""
+ROOMY = {"/work": Level(1, 100)}
+
+
+def test_space_on_the_disks_that_were_read_says_nothing_of_another_disk() -> None:
+    ended: dict[str, Any] = {"ending": ExitStatus(1), "disks": ROOMY}
+    said = classify(Evidence(log=facts_of(TORCH_SAVE.encode()), **ended))
+    assert (said.cause, said.likely[0].cause) == ("disk-full", "disk-full")
+    assert said.confidence < 0.7, "a little less than from the text alone"
+    assert any("/work had free space; the file may be on another disk" in line for line in said.evidence)
+    before = classify(Evidence(log=facts_of(TORCH_SAVE.encode()), full_before={"/t": Level(9, 9)}, **ended))
+    assert (before.cause, before.confidence) == ("disk-full", 0.7)
+    assert any(line.startswith("/t, already before the start") for line in before.evidence)
+    broken = "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 5] Input/output error\n"
+    assert _verdict(text=broken, **ended)[0] == _verdict(text=broken)[0] == "unknown"
+    bus = _verdict(ending=ExitStatus(signal=7), peaks={"shm": Level(1, 64 * MB)}, disks=ROOMY)
+    assert bus[1] < 0.7, "a truncated file is a guess"
+
+
+def test_a_path_that_is_not_in_dev_shm_is_not_judged_by_dev_shm() -> None:
+    full = {"ending": ExitStatus(1), "peaks": {"shm": Level(100, 100)}, "disks": ROOMY}
+    text = "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 28] No space left on device{}\n"
+    assert _verdict(text=text.format(": '/scratch/c.pt'"), **full)[0] == "disk-full"
+    cause, sure = _verdict(text=text.format(""), **full)
+    assert cause == "shm-full" and sure < 0.8, "the file may be on a disk that was not read"
+
+
 def test_swap_needs_to_move_and_something_to_have_lost_patience() -> None:
     moving = {"swapped_back": 20e6, "stalled": 60.0}
     text = "watchdog: no progress for 30 s"

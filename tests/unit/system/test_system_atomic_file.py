@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,48 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(TypeError):
                 replace_file(path, 3)  # type: ignore[arg-type]
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("write", [replace_file, create_file])
+@pytest.mark.parametrize("size", [10, 3 << 20])
+def test_a_full_disk_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None], size: int
+) -> None:
+    """Every write to /dev/full fails with ENOSPC, also that of the buffer when the file is closed."""
+    really = os.open
+
+    def opened(path: str, flags: int, mode: int = 0o777) -> int:
+        made = really(path, flags, mode)
+        full = really("/dev/full", os.O_WRONLY)
+        os.dup2(full, made)
+        os.close(full)
+        return made
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "report.json", b"x" * size)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["fsync", "link", "rename"])
+def test_no_failing_call_leaves_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    if call == "rename":
+        monkeypatch.setattr(os, "link", fail)  # then it renames
+    if call == "link":
+        create_file(tmp_path / "new", b"data")
+        assert [one.name for one in tmp_path.iterdir()] == ["new"]
+        return
+    with pytest.raises(OSError, match=os.strerror(number)):
+        create_file(tmp_path / "new", b"data")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_create_never_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,11 +137,25 @@ export function groups(list) {
 }
 
 // Processes, sorted by what they hold.
-const pssAge = (row, now) => row.pss_at === null ? "" : `${duration(now.clock - row.pss_at)} ago`;
+// The same as pss_estimate in watch_sample.py: PSS as read with what RssAnon changed since; RSS, its limit, before.
+export function pssEstimate(row) {
+  if (row.pss === null) return row.rss;
+  if ((row.rss_anon ?? null) === null || (row.pss_anon ?? null) === null) return row.pss;
+  return Math.min(Math.max(0, row.pss + row.rss_anon - row.pss_anon), Math.max(row.rss ?? Infinity, row.pss));
+}
+
+function pssText(row) {
+  const estimate = pssEstimate(row);
+  if (estimate === null) return row.pss_at === null ? "not yet read" : "unknown";
+  if (row.pss === null) return `≤ ${size(estimate)}`;
+  return 100 * Math.abs(estimate - row.pss) <= row.pss ? size(row.pss) : `~ ${size(estimate)}`;
+}
+
+const pssAge = (row, now) => row.pss !== null ? `read ${duration(now.clock - row.pss_at)} ago` : row.pss_at === null ? "RSS; PSS not yet read" : "RSS; PSS unknown";
 export const COLUMNS = [
   {key: "command", name: "command", text: (row) => row.command},
   {key: "pid", name: "pid", number: true, text: (row) => String(row.pid)},
-  {key: "pss", name: "PSS", number: true, note: pssAge, text: (row) => (row.pss_at === null ? "not yet read" : size(row.pss))},
+  {key: "pss", name: "PSS", number: true, note: pssAge, value: pssEstimate, text: pssText},
   {key: "rss_shmem", name: "RssShmem", number: true},
   {key: "swap", name: "VmSwap", number: true},
   {key: "rss", name: "RSS", number: true},
@@ -163,11 +177,12 @@ export function processHead(sorting, sort) {
   chooser.onchange = () => sort(chooser.value);
 }
 
-function inOrder(rows, {key, down}) {
-  const sign = down ? -1 : 1;
-  return [...rows].sort((a, b) => {
-    if (a[key] === null || b[key] === null) return (a[key] === null) - (b[key] === null);  // unknown last, either way
-    return sign * (a[key] < b[key] ? -1 : a[key] > b[key] ? 1 : 0) || a.pid - b.pid;
+export function inOrder(rows, {key, down}) {
+  const sign = down ? -1 : 1, value = COLUMNS.find((column) => column.key === key).value ?? ((row) => row[key]);
+  return [...rows].sort((one, other) => {
+    const a = value(one), b = value(other);
+    if (a === null || b === null) return (a === null) - (b === null) || one.pid - other.pid;  // unknown last, either way
+    return sign * (a < b ? -1 : a > b ? 1 : 0) || one.pid - other.pid;
   });
 }
 
@@ -184,7 +199,7 @@ export function processes(now, sorting, open) {
       if (column.key === "command") {
         cell.replaceChildren(make("button", {type: "button", className: "opens", textContent: text, onclick: () => open(row.pid)}));
       }
-      if (column.note && row[column.key] !== null) cell.append(make("small", {textContent: column.note(row, now)}));
+      if (column.note && (column.value ?? ((one) => one[column.key]))(row) !== null) cell.append(make("small", {textContent: column.note(row, now)}));
       return cell;
     }));
     line.setAttribute("role", "row");

@@ -82,5 +82,5 @@ function inWords(pool, dots) {
   const known = dots.map(share).filter((value) => value !== null);
   if (!known.length) return `${pool.name}: unknown`;
   const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
-  return `${pool.name} over time: now ${percent(known[known.length - 1])}, between ${percent(low)} and ${percent(high)}`;
+  return `${pool.name} over time: now ${percent(share(dots[dots.length - 1]))}, between ${percent(low)} and ${percent(high)}`;
 }

@@ -1,5 +1,6 @@
 // Memory of each process over time, and one process opened: its kinds of memory, and the lines that make it grow.
 
+import {pssEstimate} from "./cards_and_tables.js";
 import {shape, titled} from "./chart.js";
 import {size} from "./words.js";
 
@@ -9,8 +10,8 @@ const KINDS = [["anonymous", 2], ["shared memory", 4], ["files", 3], ["swap", 5]
 const byId = (id) => document.getElementById(id);
 let frames = [], opened = null;
 
-// The same as in process_timeline.py: PSS as last read and swap; anonymous memory before PSS was read.
-const taken = (row) => (row.pss ?? row.rss_anon ?? row.rss ?? 0) + (row.swap ?? 0);
+// The same as in process_timeline.py: PSS with what RssAnon changed since, and swap; anonymous memory before PSS is read.
+const taken = (row) => ((row.pss === null ? row.rss_anon : null) ?? pssEstimate(row) ?? 0) + (row.swap ?? 0);
 const point = (row, steps) => [row.pid, taken(row), row.rss_anon, row.rss_file, row.rss_shmem, row.swap, steps.get(row.pid) ?? null];
 
 export function begin(story) { frames = story ?? []; }
