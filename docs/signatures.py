@@ -101,7 +101,8 @@ def _described(module: str, name: str, heading: str, directive: str) -> Iterator
     )
     called = "" if hidden else heading
     if called and (shown := _signature(module, node, called)):
-        yield f"```python\n{shown}\n```\n"
+        # Not as python: tests run the blocks of pages that are.
+        yield f"```py\n{shown}\n```\n"
     yield _sentence(node)
     members = _members(directive) or []
     lines = [line for member in members if (line := _member(module, node, member)) is not None]

@@ -70,7 +70,7 @@ def test_the_reference_has_the_signatures_of_the_source(signatures: Any, capsys:
 def test_a_page_of_the_reference_can_be_read_as_a_file_and_on_the_site(signatures: Any) -> None:
     page = "# API\n\n::: legroom.probe.legroom_available.available\n    options:\n      heading: legroom.available\n"
     text = signatures.rewritten(page)
-    assert "## legroom.available\n\n```python\nlegroom.available(" in text and signatures.rewritten(text) == text
+    assert "## legroom.available\n\n```py\nlegroom.available(" in text and signatures.rewritten(text) == text
     visible = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     assert ":::" not in visible and "options:" not in visible and len(visible.splitlines()[-3]) > 20
     assert signatures.on_page_markdown(text).replace('<a id="legroomavailable"></a>\n\n', "") == page
