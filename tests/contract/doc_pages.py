@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-LANGUAGES = {"python", "sh", "console", "text", "json", "yaml", "toml"}
+LANGUAGES = {"python", "py", "sh", "console", "text", "json", "yaml", "toml"}  # py: a signature, not a program
 # What may be said of a block, and as what; None: anything, "": nothing.
 MARKS = {"after": "", "given": None, "elsewhere": "cpu", "needs": "cuda", "file": None, "exit": "any"}
 _MARK = re.compile(r"^\s*<!-- run: (?P<marks>.*?) -->\s*$")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gettext
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,3 +150,16 @@ def test_compile_writes_what_gettext_reads_and_check_compares_it(po: Any, copy: 
     text = (copy / "po" / "zh.po").read_text(encoding="utf-8")
     (copy / "po" / "zh.po").write_text(text.replace("留 {x}", "留下 {x}"), encoding="utf-8")
     assert any("out of date" in one for one in po.check("zh"))
+
+
+def test_no_space_stands_between_chinese_characters() -> None:
+    """Pages have spaces in columns of output, which stand in blocks."""
+    wide = r"[\u3400-\u9fff\u3001\u3002\uff0c\uff1a\uff1b\uff08\uff09]"
+    stray = re.compile(rf"{wide} +{wide}")
+    for path in (
+        PO / "zh.po",
+        *sorted(PO.parent.glob("*.zh-CN.md")),
+        *sorted(PO.parent.glob("examples/**/*.zh-CN.md")),
+    ):
+        text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+        assert [line for line in text.splitlines() if stray.search(line)] == [], path

@@ -150,3 +150,46 @@ def test_the_guard_sees_a_bare_sentence(source: str, extract: Any) -> None:
 )
 def test_the_guard_lets_pass_what_is_no_bare_sentence(source: str, extract: Any) -> None:
     assert list(_bare(ast.parse(source), extract)) == []
+
+
+# Library modules raise with arguments of Python, and cli/option_names.py makes options of them. These have no Python
+# interface: only a command reaches them, or what they advise is an option of another program.
+ONLY_COMMANDS = (
+    "cli/", "demo/", "report/", "rescue/", "monitor/notify.py", "monitor/process_selection.py", "monitor/tui.py",
+)  # fmt: skip
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_COMMAND = re.compile(r"\n.*|(?:legroom|pip|ray|python|git|tar|curl) [^;,()]*")  # to be typed into a shell
+
+
+def _advice(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Texts that errors give as what to do."""
+    for node in ast.walk(tree):
+        for argument in node.keywords if isinstance(node, ast.Call) else ():
+            if argument.arg in ("fix", "instead"):
+                for part in ast.walk(argument.value):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.lineno, part.value
+
+
+def test_errors_of_the_library_do_not_advise_options_of_commands() -> None:
+    found, read = [], 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        if name.startswith(ONLY_COMMANDS):
+            continue
+        for line, text in _advice(ast.parse(path.read_text(encoding="utf-8"))):
+            read += 1
+            if _OPTION.search(_COMMAND.sub("", text)):
+                found.append(f"{name}:{line}: {text}")
+    assert found == []
+    assert read > 300
+
+
+def test_advice_of_commands_is_no_python() -> None:
+    found = [
+        f"{path.name}:{line}: {text}"
+        for path in sorted((SOURCE / "cli").glob("*.py"))
+        for line, text in _advice(ast.parse(path.read_text(encoding="utf-8")))
+        if re.search(r"(?<![\w-])[a-z]\w*=(?!=)|legroom\.\w+\(", text)
+    ]
+    assert found == []

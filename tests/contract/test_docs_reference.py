@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_pages import REPO, pages
@@ -39,11 +41,39 @@ def _directives() -> list[str]:
     return re.findall(r"^::: (\S+)$", REFERENCE, re.M)
 
 
-def test_every_link_to_the_reference_has_its_entry_there() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
-    links, entries = set(re.findall(r"\]\[(legroom\.[\w.]+)\]", text)), _directives()
-    assert links
-    assert [link for link in links if not any(link == one or link.startswith(f"{one}.") for one in entries)] == []
+@pytest.fixture
+def signatures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """docs/signatures.py, which lies beside the pages and in no package."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import signatures
+
+    yield signatures
+    sys.modules.pop("signatures", None)
+
+
+def test_every_link_to_the_reference_has_its_entry_there(signatures: Any) -> None:
+    """Plain links: GitHub shows those of mkdocstrings, ``[name][path]``, as text."""
+    index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((\w+)\.md#([\w-]+)\)", index)
+    assert len(links) > 15
+    for page, anchor in links:
+        text = (DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8")
+        assert anchor in [signatures.slug(heading) for heading in re.findall(r"^## (.+)$", text, re.M)], anchor
+        assert f'<a id="{anchor}"></a>' in signatures.on_page_markdown(text)  # on the site
+    assert [path.name for path in DOCS.rglob("*.md") if re.search(r"\]\[legroom\.", path.read_text("utf-8"))] == []
+
+
+def test_the_reference_has_the_signatures_of_the_source(signatures: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert signatures.main(check=True) == 0, f"{capsys.readouterr().out}write them: python docs/signatures.py"
+
+
+def test_a_page_of_the_reference_can_be_read_as_a_file_and_on_the_site(signatures: Any) -> None:
+    page = "# API\n\n::: legroom.probe.legroom_available.available\n    options:\n      heading: legroom.available\n"
+    text = signatures.rewritten(page)
+    assert "## legroom.available\n\n```py\nlegroom.available(" in text and signatures.rewritten(text) == text
+    visible = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    assert ":::" not in visible and "options:" not in visible and len(visible.splitlines()[-3]) > 20
+    assert signatures.on_page_markdown(text).replace('<a id="legroomavailable"></a>\n\n', "") == page
 
 
 @pytest.mark.parametrize("path", _directives())

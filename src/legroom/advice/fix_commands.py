@@ -318,7 +318,8 @@ def free_disk(*paths: str) -> tuple[str, ...]:
             say("find the disk that is full, in bytes or in number of files:\ndf -h\ndf -i"),
             say("list its largest directories:\ndu -xh --max-depth=1 DIRECTORY | sort -h | tail"),
         )
-    import shlex
+    with import_lock:
+        import shlex
 
     named = shlex.join(paths)
     return (

@@ -222,7 +222,7 @@ def data_rows(path: str | os.PathLike[str], keys: str | Iterable[str] | None = N
         raise UnsupportedData(
             say("{path} has no rows to build batches from", path=path),
             why=say("none of its {count} arrays has a first axis", count=len(description.items)),
-            fix=(say("pass the size of one sample instead (--sample-bytes)"),),
+            fix=(say("pass the size of one sample instead: sample_bytes='600KB'"),),
         )
     tensors: list[Fraction] = []
     left_out: list[str] = []

@@ -115,9 +115,9 @@ def _held_note(held: int) -> tuple[str, ...]:
 def _notes(one: Workload, asked: Need, machine: Machine, sizes: ShmSizes, others: int | None) -> tuple[str, ...]:
     notes = []
     if not one.process_ram:
-        notes.append(say("RAM of the processes is not included: pass --process-ram, or --measure a running job"))
+        notes.append(say("RAM of the processes is not included: process_ram='4GB' or measure=[PID] adds it"))
     if one.processes > 1 and not one.nccl:
-        notes.append(say("NCCL's segments in /dev/shm are not included: pass --nccl, or --measure a running job"))
+        notes.append(say("NCCL's segments in /dev/shm are not included: nccl='33MB' or measure=[PID] adds them"))
     if others is None:
         notes.append(say("/dev/shm used by other processes is unknown: {why}", why=machine.shm.reason or "?"))
     if sizes.capped_by is not None:

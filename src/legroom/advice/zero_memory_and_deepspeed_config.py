@@ -105,7 +105,7 @@ def emit_training(
         raise UsageError(
             say("offload needs a ZeRO stage"),
             why=say("plain data parallelism keeps everything on the GPU"),
-            fix=(say("also pass --zero 2 or --zero 3"),),
+            fix=(say("also pass zero=2 or zero=3"),),
         )
     if kind == "deepspeed":
         config = deepspeed_config(settings, stage=2 if zero is None else zero, offload=offload, precision=precision)

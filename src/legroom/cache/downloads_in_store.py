@@ -232,9 +232,17 @@ def _in_words_of_the_url(problem: SourceError, downloads: Sequence[Download]) ->
     for download in downloads:
         local, url = os.fspath(download.path), str(download.url)
         problem.what, problem.why = problem.what.replace(local, url), problem.why.replace(local, url)
-        problem.fix = tuple(line.replace(local, url) for line in problem.fix)
+        problem.fix = tuple(_with_a_local_name(problem.fix, local, download.url))
         problem.args = (problem.what,)
     return problem
+
+
+def _with_a_local_name(fixes: Sequence[str], local: str, url: ObjectUrl) -> Iterator[str]:
+    """The fixes with a file of the object's name in the current directory: commands cannot write to a URL."""
+    if any(local in line for line in fixes):
+        yield say("download {url} to this machine first, as {name}", url=url, name=url.name)
+    for line in fixes:
+        yield line.replace(local, url.name)
 
 
 def _choose(stores: Sequence[Store], names: Sequence[str], total: int, with_entry: int, evict: bool) -> Store:

@@ -34,8 +34,8 @@ from legroom.messages import listed, say
 from legroom.records.cache_entry import Entry, Reaped, Shortfall
 
 
-def drop(what: What = None, *, force: bool = False) -> Reaped:
-    """Remove the entries of some keys or files, or all (None).
+def drop(what: What = None, *, force: bool = False, dry_run: bool = False) -> Reaped:
+    """Remove the entries of some keys or files, or all (None). ``dry_run``: only find them.
 
     Raises EntryInUse if the only one that was named is in use, and NotLoaded if no name has an entry.
     """
@@ -49,19 +49,19 @@ def drop(what: What = None, *, force: bool = False) -> Reaped:
                 entry, size = read_entry(store, key), directory_bytes(store.fd, key)
                 if entry is None:
                     continue
-                if _remove(store, key, force=force):
+                if (force or not entry.in_use) if dry_run else _remove(store, key, force=force):
                     removed.append(entry)
                     freed += size
                 elif len(wanted.names) == 1:
                     raise in_use_error(store, key)
                 else:
                     kept.append(entry)
-            if what is None:
+            if what is None and not dry_run:
                 with store_lock(store):
                     eviction.remove_unused_downloads(store)
     if wanted.names and not removed and not kept:
         raise not_loaded_error(wanted.names[0], stores.findings, wanted=False)
-    return Reaped(tuple(removed), freed, 0, tuple(kept), missing=wanted.missing)
+    return Reaped(tuple(removed), freed, 0, tuple(kept), dry_run, missing=wanted.missing)
 
 
 def gc(*, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False) -> Reaped:
@@ -131,7 +131,10 @@ def in_use_error(store: Store, key: str) -> EntryInUse:
     return EntryInUse(
         say("{key} is in use", key=key),
         why=say("used by {who}", who=who) if who else say("a process outside this PID namespace holds its lock"),
-        fix=(say("end those processes first"), say("remove it with --force; those processes keep their mapped pages")),
+        fix=(
+            say("end those processes first"),
+            say("remove it with force=True; those processes keep their mapped pages"),
+        ),
     )
 
 

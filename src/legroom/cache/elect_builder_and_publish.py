@@ -36,7 +36,6 @@ from legroom.cache.find_or_build_entry import (
     find_by_digest,
     find_entry,
     in_first_store,
-    other_store,
     remember_versions,
     stores_wanted,
 )
@@ -55,6 +54,7 @@ from legroom.cache.store_directories import (
     open_stores,
     read_small_file,
     step,
+    store_lock,
 )
 from legroom.cache.write_entry_files import (
     BuildJob,
@@ -66,6 +66,7 @@ from legroom.cache.write_entry_files import (
 )
 from legroom.errors import (
     EntryDamaged,
+    NoRoom,
     NotLoaded,
     RemoteError,
     SourceChanged,
@@ -224,8 +225,31 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
             return found
         return in_first_store(
             stores_wanted(asked.request, stores), lambda store: _build_in(store, job, stores), str(job.source.paths[0]),
-            *other_store(asked.request, stores),
+            lambda: list(_other_ways(job, stores)),
         )  # fmt: skip
+
+
+def _other_ways(job: BuildJob, stores: Stores) -> Iterator[str]:
+    """What works now, where the stores that were asked for have no room."""
+    asked = job.asked
+    for store in stores.found:
+        if not asked.request.wants(store) and _has_room(job, store):
+            yield say("use the store that has room, {root}: backing='auto'", root=store.root)
+    if len(job.readers) == 1 and not asked.source.is_remote and not job.plan.tables:
+        [path], [reader] = asked.source.paths, job.readers
+        extents = [(target.spec, reader.extent(target.spec.name)) for target in job.plan.arrays]
+        if all(one is not None and one.offset % max(1, spec.dtype.alignment) == 0 for spec, one in extents):
+            code = f"legroom.open({os.fspath(path)!r}, backing='inplace')"
+            yield say("map the file where it is, without a copy:\n{code}", code=code)
+
+
+def _has_room(job: BuildJob, store: Store) -> bool:
+    try:
+        with store_lock(store):
+            store_free_space.check_fits(store, storage_need(job, store))
+    except (NoRoom, OSError):
+        return False
+    return True
 
 
 def file_of(source: Source, path: SourcePath) -> Path:

@@ -507,7 +507,9 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
     Selection(request.keys).check([*arrays, *parts, *answering], [*arrays, *every], request.paths[0])
 
 
-def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str, *more: str) -> Attached:
+def in_first_store(
+    stores: Sequence[Store], build: Callable[[Store], Attached], what: str, more: Callable[[], Sequence[str]] = tuple
+) -> Attached:
     """Build in the first of these stores that has room. Raises NoRoom with the reasons of all, and ``more`` fixes."""
     refused: list[NoRoom] = []
     for store in stores:
@@ -519,7 +521,7 @@ def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], 
             problem.__context__ = problem.__cause__ = None
             release_freed_memory()
             log.info("%s", problem)
-    raise _no_room_anywhere(what, refused, *more)
+    raise _no_room_anywhere(what, refused, *more())
 
 
 def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
@@ -529,16 +531,9 @@ def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
         raise NoStore(
             say("there is no {backing} store", backing=request.backing),
             why=joined(finding.why for finding in stores.findings) or say("no candidate directory is usable"),
-            fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
+            fix=(*(("backing='auto'",) if stores.found else ()), "LEGROOM_DIR=/some/local/directory"),
         )
     return chosen
-
-
-def other_store(request: OpenRequest, stores: Stores) -> tuple[str, ...]:
-    """What to do if the store that was asked for has no room, and there is another one."""
-    if all(request.wants(store) for store in stores.found):
-        return ()
-    return (say("use the store that has room, /dev/shm or the disk: backing='auto'"),)
 
 
 def _no_room_anywhere(what: str, refused: Sequence[NoRoom], *more: str) -> NoRoom:
@@ -548,5 +543,5 @@ def _no_room_anywhere(what: str, refused: Sequence[NoRoom], *more: str) -> NoRoo
     return NoRoom(
         say("no store has enough free space for {path}", path=what),
         why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
-        fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
+        fix=tuple(dict.fromkeys((*more, *(line for problem in refused for line in problem.fix)))),
     )

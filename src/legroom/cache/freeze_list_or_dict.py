@@ -183,7 +183,7 @@ def _find(stores: Stores, key: str) -> Attached | None:
 
 def _build_in(store: Store, work: _Freezing) -> Attached:
     """Encode into a private directory of the store, and publish it. NoRoom at any point leaves nothing in it."""
-    need = store_free_space.BuildNeed(work.estimate + work.estimate // 8 + (1 << 18), len(ARRAYS) + 8)
+    need = store_free_space.BuildNeed(work.estimate + work.estimate // 8 + (1 << 18), len(ARRAYS) + 8, several=False)
     with ExitStack() as stack:
         staging = stack.enter_context(StagingDirectory(store, need, evict=True))
         outputs = stack.enter_context(FileOutputs(staging))

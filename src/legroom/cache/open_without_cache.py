@@ -96,7 +96,11 @@ def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None, dtype: s
         for target in planned.arrays:
             extent = reader.extent(target.spec.name)
             if extent is None:
-                raise _cannot(target.spec.name, say("it is compressed, chunked, or not in native byte order"))
+                raise _cannot(
+                    target.spec.name,
+                    say("it is compressed, chunked, or not in native byte order"),
+                    say("write it contiguous, uncompressed and in native byte order"),
+                )
             arrays[target.spec.name] = _mapped(target.spec, extent, reader)
             extents[target.spec.name] = extent
     return DataContents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
@@ -161,12 +165,9 @@ def _entry(paths: Sequence[SourcePath], planned: BuildPlan, backing: Any) -> Ent
     return Entry(None, sources, None, None, planned.kind, backing, planned.nbytes, arrays, tables, planned.attributes)
 
 
-def _cannot(name: str, why: str) -> UnsupportedData:
+def _cannot(name: str, why: str, *more: str) -> UnsupportedData:
     return UnsupportedData(
         say("{name} cannot be mapped in place", name=name),
         why=why,
-        fix=(
-            say("use backing='auto' to make one shared copy"),
-            say("write it contiguous, uncompressed and in native byte order"),
-        ),
+        fix=(say("use backing='auto' to make one shared copy"), *more),
     )

@@ -76,7 +76,8 @@ class BuildPlan:
         """What to reserve: whole pages, space for the manifest, one inode per file, some for locks and records."""
         pages = sum(-(-target.size // 4096) * 4096 for target in self.targets)
         files = len(self.arrays) + len(self.tables)
-        return BuildNeed(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
+        several = len(self.arrays) > 1 or bool(self.tables)
+        return BuildNeed(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES, several=several)
 
 
 def plan_files(descriptions: Sequence[Description], sources: Sequence[SourcePath]) -> BuildPlan:

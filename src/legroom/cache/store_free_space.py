@@ -41,6 +41,7 @@ class BuildNeed:
     nbytes: int
     files: int = 0
     decoding: int = 0
+    several: bool = True  # arrays or columns of which fewer can be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ def no_room_error(
     ``evicts``: the load removes unused entries by itself. If it still fails, removing them by hand would cost them and
     not make the room, so that is not among the fixes.
     """
+    fewer = (say("load only what you need: keys=[…]"),) if need.several else ()
     why = [bound.what()]
     if promised:
         why.append(say("{bytes} reserved by other processes that are loading", bytes=format_size(promised)))
@@ -184,11 +186,7 @@ def no_room_error(
                 root=store.root,
             ),
             why=joined(why),
-            fix=(
-                _fix_for(store, missing, bound),
-                say("write the file with smaller chunks, batches or pages"),
-                say("load only what you need: keys=[…]"),
-            ),
+            fix=(_fix_for(store, missing, bound), say("write the file with smaller chunks, batches or pages"), *fewer),
         )
     return NoRoom(
         say("{need} does not fit into {root}: {missing} more needed",
@@ -197,7 +195,7 @@ def no_room_error(
         fix=(
             *(() if evicts or bound.inodes else ("legroom cache gc --free " + exact_size(need.nbytes),)),
             _fix_for(store, missing, bound),
-            say("load only what you need: keys=[…]"),
+            *fewer,
         ),
     )  # fmt: skip
 

@@ -156,13 +156,14 @@ def info(what: tuple[str, ...], as_json: bool) -> None:
 
 @command.command()
 @click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
-@click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
+@click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use, of all your projects.")
 @click.option(
     "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
 )
+@click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
 @_json
-def drop(what: tuple[str, ...], everything: bool, force: bool, as_json: bool) -> int:
-    """Remove entries; with --all, every unused entry.
+def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, as_json: bool) -> int:
+    """Remove entries; with --all, every unused one of all your projects.
 
     Without --force, entries in use are kept. Exits 1 if an entry was kept, or if a FILE, ID or NAME is not loaded; the
     other entries are removed.
@@ -171,7 +172,7 @@ def drop(what: tuple[str, ...], everything: bool, force: bool, as_json: bool) ->
 
     if bool(what) == everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
-    gone = remove(what or None, force=force)
+    gone = remove(what or None, force=force, dry_run=dry_run)
     if as_json:
         print_json("cache.drop", reaped_object(gone))
     else:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from legroom.cli.option_names import note_in_options
 from legroom.cli.pool_usage_bar import pool_line
 from legroom.cli.text_layout import elide, labelled, paint, paragraph
 from legroom.messages import phrase, say
@@ -37,7 +38,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "unknown": dict(plan.unknown),
         "codes": dict(plan.codes),
         "settings": settings_object(plan.settings),
-        "notes": list(plan.notes),
+        "notes": list(map(note_in_options, plan.notes)),
     }
 
 
@@ -96,7 +97,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 def note_lines(plan: Plan) -> list[str]:
     """What the figures do not include."""
-    return [labelled(say("  note: "), elide(note)) for note in plan.notes]
+    return [labelled(say("  note: "), elide(note_in_options(note))) for note in plan.notes]
 
 
 def arguments(settings: Mapping[str, Any]) -> str:

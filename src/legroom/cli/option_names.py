@@ -47,6 +47,12 @@ def translated(command: click.Command, what: str, why: str, fix: Sequence[str]) 
     return _ARGUMENT.sub(replace, what), _ARGUMENT.sub(replace, why), tuple(_ARGUMENT.sub(replace, one) for one in fix)
 
 
+def note_in_options(note: str) -> str:
+    """A note of the library with the options of the command that is running."""
+    context = click.get_current_context(silent=True)
+    return note if context is None else _ARGUMENT.sub(_replacement(_options(context.command)), note)
+
+
 def _options(command: click.Command) -> dict[str, click.Option]:
     """The command's options by the name of the argument in Python."""
     options = [one for one in command.params if isinstance(one, click.Option)]

@@ -86,6 +86,12 @@ def error_text(error: LegroomError, columns: int | None) -> str:
     return "\n".join(blocks)
 
 
+def remark_text(text: str) -> str:
+    """A remark for stderr, wrapped where that is a terminal, which would break lines inside of quotes."""
+    columns = error_columns()
+    return f"legroom: {text}" if columns is None else "\n".join(_hanging("legroom: ", text, columns, "  "))
+
+
 def usage_text(message: str, columns: int) -> str:
     """A message that click prints behind ``Error: ``, wrapped to the columns."""
     label = say("Error: {message}", message="")

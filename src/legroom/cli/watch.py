@@ -16,6 +16,7 @@ import click
 
 from legroom.cli.language_and_streams import write_line
 from legroom.cli.options import AT_LEAST_0, AT_LEAST_1, DURATION, refuse_beside, typed
+from legroom.cli.text_layout import remark_text
 from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
@@ -311,4 +312,4 @@ def _stop_on_signal(stop: threading.Event, screen: TerminalView | None) -> Abstr
 
 
 def _report(text: str) -> None:
-    click.echo(f"legroom: {text}", err=True)
+    click.echo(remark_text(text), err=True)

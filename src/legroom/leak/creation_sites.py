@@ -13,14 +13,23 @@ import functools
 import gc
 import sys
 import tracemalloc
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from legroom.leak.object_size import is_tensor, pool_of
-from legroom.leak.user_source_files import CodeLine, nearest_user_line
+from legroom.leak.containers_held_by_variables import newest_items
+from legroom.leak.object_size import ObjectSize, is_tensor, pool_of, size_of
+from legroom.leak.user_source_files import CodeLine, nearest_user_line, user_lines
 
 _FRAMES = 12
 _MOST_SITES = 24
+_MOST_OBJECTS, _FEWEST_OBJECTS = 8000, 32  # read for the size of a container's items: of all, and of each
+_MOST_ITEMS_READ, _MOST_ITEMS_TRACED, _MOST_ITEMS_OF_WINDOW = 4096, 256, 1024  # of a container, and of all
+_UNORDERED = 32  # items of a container of which it is not known which ones a window has added
+_MOST_ORIGINS, _MOST_THROUGH = 6, 6  # lines noted of each container in a window, and of the calls around each
+_GOLDEN = 0.6180339887
+_SMALL = 8  # items of a part that is read piece by piece
 _BEFORE_OBJECT = (
     32,
     16,
@@ -123,16 +132,99 @@ class Tracing:
             self.close()
 
 
-def creation_line(thing: Any) -> CodeLine | None:
-    """Which line made an object, while tracemalloc traces; of a pair or list the first part that is known."""
-    if not _tracemalloc.is_tracing():
+class Origin(NamedTuple):
+    """Which line made an object, and the user's lines in the calls around it, innermost first."""
+
+    line: CodeLine
+    through: tuple[CodeLine, ...]
+
+
+@dataclass
+class OriginBytes:
+    """What one line made of the items of a container."""
+
+    pools: dict[str, int] = field(default_factory=dict)
+    graphs: int = 0  # tensors with an autograd graph
+    tensors: int = 0
+
+    def add(self, size: ObjectSize) -> None:
+        for pool, count in size.pools.items():
+            self.pools[pool] = self.pools.get(pool, 0) + count
+        self.graphs += size.graphs
+        self.tensors += size.tensors
+
+
+def origin(thing: object) -> Origin | None:
+    """Which line made an object, while tracemalloc traces; None if it had been made before."""
+    found = _traceback_of(thing) if _tracemalloc.is_tracing() else None
+    if found is None:
         return None
-    parts = thing if isinstance(thing, (tuple, list)) and len(thing) <= 8 else (thing,)
-    for part in (*sorted(parts, key=lambda part: not is_tensor(part)), thing):
-        found = _traceback_of(part)
-        if found is not None:
-            return nearest_user_line(found)
-    return None
+    line = nearest_user_line(found)
+    return None if line is None else Origin(line, tuple(one for one in user_lines(found) if one != line))
+
+
+def bytes_by_origin(items: Sequence[Any], *, pairs: bool) -> tuple[dict[Origin, OriginBytes], OriginBytes]:
+    """Bytes of these items of a container by the line that made them, and of those for which none is known.
+
+    ``pairs``: they are keys and values of a dict. What several share counts for the first.
+    """
+    found: dict[Origin, OriginBytes] = {}
+    unknown, seen = OriginBytes(), set[int]()
+    most = max(_FEWEST_OBJECTS, _MOST_OBJECTS // max(1, len(items)))
+    for whole in (part for item in items for part in (reversed(item) if pairs else (item,))):
+        around = origin(whole)
+        for part in _parts(whole):
+            at = origin(part)
+            if at is None or part is whole:
+                at = around
+            elif around is not None:  # a tuple is made where it is added
+                at = at._replace(through=(*at.through, around.line, *around.through))
+            size = size_of([part], most_objects=most, seen=seen)
+            (unknown if at is None else found.setdefault(at, OriginBytes())).add(size)
+    return found, unknown
+
+
+def creations(items: Sequence[Any], *, pairs: bool) -> list[tuple[object, ...]]:
+    """The same as rows of a record: lines that made the most, and a row without a file. Empty if none is known."""
+    found, unknown = bytes_by_origin(items, pairs=pairs)
+    by_size = sorted(found.items(), key=lambda one: -sum(one[1].pools.values()))
+    by_graphs = sorted(by_size, key=lambda one: -one[1].graphs)
+    kept = dict((*by_size[:_MOST_ORIGINS], *by_graphs[:_MOST_ORIGINS]))
+    rows = [(*at.line, made.pools, made.graphs, made.tensors, at.through[:_MOST_THROUGH]) for at, made in kept.items()]
+    return [*rows, ("", 0, unknown.pools, unknown.graphs, unknown.tensors, ())] if rows else []
+
+
+def creations_in_window(
+    holders: Mapping[int, Any], sizes: Mapping[int, int]
+) -> Iterator[tuple[int, list[tuple[object, ...]]]]:
+    """By container: which lines made what was added; empty if all of that had been made before the window.
+
+    ``sizes``: of those that keep an order, when the window began. One of whose items nothing is known is left out.
+    """
+    left = _MOST_ITEMS_OF_WINDOW
+    for number, thing in holders.items():
+        before = sizes.get(number)
+        added = _UNORDERED if before is None else max(2, len(thing) - before)
+        items = some_of(newest_items(thing, min(added, _MOST_ITEMS_READ)), max(2, min(left, _MOST_ITEMS_TRACED)))
+        left -= len(items)
+        made = creations(items, pairs=not isinstance(thing, (list, deque, set))) if items else []
+        if made or (items and before is not None and len(thing) >= before + min(2, len(items))):
+            yield number, made
+
+
+def some_of(items: list[Any], most: int) -> list[Any]:
+    """At most so many of them, spread so that no period of the items is met again and again."""
+    if len(items) <= most:
+        return items
+    return [items[at] for at in sorted({int(number * _GOLDEN % 1 * len(items)) for number in range(most)})]
+
+
+def _parts(thing: Any) -> Sequence[object]:
+    if isinstance(thing, (tuple, list)) and 0 < len(thing) <= _SMALL:
+        return thing
+    if isinstance(thing, dict) and 0 < len(thing) <= _SMALL:
+        return list(dict.values(thing))
+    return (thing,)
 
 
 def _traceback_of(thing: object) -> Any:
@@ -170,9 +262,10 @@ def live_tensors() -> dict[CodeLine, tuple[int, dict[str, int]]]:
     for thing in gc.get_objects():
         if not is_tensor(thing):
             continue
-        line = creation_line(thing)
-        if line is None:
+        made = origin(thing)
+        if made is None:
             continue
+        line = made.line
         try:
             storage = thing.untyped_storage()
             address, size, pool = storage.data_ptr(), int(storage.nbytes()), pool_of(thing)

@@ -6,13 +6,12 @@ a pool grows beyond its holders is named by tracemalloc's windows, or is called 
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from legroom.leak.bytes_added_by_lines import items_made, lines_of, shares_of_lines
 from legroom.leak.leak_or_plateau import FEWEST, SeriesTrend, trend
-from legroom.leak.lines_that_fill_containers import lines_for, passing_lines
-from legroom.leak.record_files import CounterSample, HolderRecord, ProcessRecord, TraceWindow
+from legroom.leak.record_files import CounterSample, CreatedItems, HolderRecord, ProcessRecord, TraceWindow
 from legroom.leak.user_source_files import is_user_file
 from legroom.messages import counted, phrase, say
 from legroom.monitor.history_and_trend import theil_sen
@@ -40,6 +39,8 @@ _CONSISTENT = 0.3  # a holder's share of the pool's growth from which the pool c
 _LEAST_COPIED = 8 << 20
 _MOST_LINES = 3
 _EVEN = 0.55
+_MOSTLY_SEEN = 0.8  # of the newest items' bytes: then it is known which of several lines adds how much
+_LEAST_SHARE = 0.1  # of the bytes, from which a line is named
 
 
 @dataclass
@@ -242,12 +243,12 @@ def _held(record: ProcessRecord, series: _Series, pools: _Pools) -> tuple[list[G
                 continue  # it refers to what exists anyway: the pool does not grow with it
             if pool != "shm" and _made_before(one) and rate > _TOO_MUCH * pools.rest(pool, named):
                 continue  # its new items had been made before, and the other holders explain the pool
-            site = _site(one, pool, rate, series, pools)
-            if _matters(site, series.per):
-                sites.append(site)
-                named[pool] = named.get(pool, 0.0) + site.rate
-            elif site.rate >= 8:
-                small.append(site)
+            for site in _sites(one, pool, rate, series, pools):
+                if _matters(site, series.per):
+                    sites.append(site)
+                    named[pool] = named.get(pool, 0.0) + site.rate
+                elif site.rate >= 8:
+                    small.append(site)
     for graph in _graphs([one for one in candidates if one.graph], named, series, pools):
         own = [one for one in sites if (one.holder, one.pool, one.line) == (graph.holder, graph.pool, graph.line)]
         sites = [one for one in sites if one not in own]
@@ -331,9 +332,8 @@ def _graphs(candidates: list[_Candidate], named: dict[str, float], series: _Seri
             continue
         for one in _one_per_line(chosen):
             rate = rest / len(_one_per_line(chosen))
-            site = _site(one, pool, rate, series, pools, kind="graph")
-            if _matters(site, series.per):
-                sites.append(site)
+            found = _sites(one, pool, rate, series, pools, kind="graph")
+            sites += [site for site in found if _matters(site, series.per)]
     return sites
 
 
@@ -341,7 +341,7 @@ def _one_per_line(candidates: list[_Candidate]) -> list[_Candidate]:
     """Of variables that grow by the same line, one: a chain of sums is visible in several."""
     found: dict[tuple[str, tuple[int, ...]], _Candidate] = {}
     for one in candidates:
-        lines = tuple(line.line for line in _lines(one.holder))
+        lines = tuple(line.line for line in lines_of(one.holder))
         found.setdefault((one.holder.file, lines or (-one.holder.number - 1,)), one)
     with_lines = {key: one for key, one in found.items() if key[1][0] >= 0}
     return list((with_lines or found).values())
@@ -352,16 +352,53 @@ def _matters(site: GrowingSite, per: Per) -> bool:
     return site.rate >= least and site.growth >= _LEAST_GROWTH
 
 
-def _site(
+def _sites(
     one: _Candidate, pool: str, rate: float, series: _Series, pools: _Pools, kind: Kind | None = None
+) -> list[GrowingSite]:
+    """A holder's site; where several lines fill it and it was seen what each adds, one for each that adds much."""
+    holder, lines = one.holder, lines_of(one.holder)
+    shares = shares_of_lines(holder, lines, pool, graph=kind == "graph")
+    known = sum(shares.values())
+    ordered = sorted(lines, key=lambda line: -shares.get(line, 0.0))
+    if len(lines) < 2 or known < _MOSTLY_SEEN:
+        made = items_made(holder, pool, lines, graph=kind == "graph", line=None)
+        return [_site(one, pool, rate, series, pools, lines, made, kind)]
+    adding = [line for line in ordered if shares.get(line, 0.0) >= _LEAST_SHARE * known]
+    all_of_them = sum(shares[line] for line in adding)
+    sites = []
+    for line in adding:
+        part = shares[line] / all_of_them
+        made, others = (
+            items_made(holder, pool, lines, graph=kind == "graph", line=line),
+            tuple(one for one in ordered if one != line),
+        )
+        site = _site(one, pool, rate * part, series, pools, (line, *others), made, kind, share=shares[line])
+        sites.append(site)
+    return sites
+
+
+def _site(
+    one: _Candidate,
+    pool: str,
+    rate: float,
+    series: _Series,
+    pools: _Pools,
+    lines: Sequence[SourceLine],
+    made: Sequence[CreatedItems],
+    kind: Kind | None = None,
+    *,
+    share: float | None = None,
 ) -> GrowingSite:
     holder = one.holder
     if kind is None:
-        kind = "shm-files" if holder.unit == "files" else "tensors" if holder.tensors else "python"
-    lines = _made_first(_lines(holder), holder)
+        tensors = any(items.tensors for items in made) if share is not None else holder.tensors
+        kind = "shm-files" if holder.unit == "files" else "tensors" if tensors else "python"
     slope = pools.slope(pool)
     scale = rate / one.trend.rate if one.trend.rate else 0.0
-    confirmed = slope is not None and (holder.unit == "files" or rate >= _CONSISTENT * slope or pools.trend(pool).leaks)
+    whole = rate if share is None else one.pools.get(pool, rate)
+    confirmed = slope is not None and (
+        holder.unit == "files" or whole >= _CONSISTENT * slope or pools.trend(pool).leaks
+    )
     span = series.xs[-1] - max(one.trend.since, (series.xs[0] + series.xs[-1]) / 2)
     return GrowingSite(
         kind=kind,
@@ -370,11 +407,12 @@ def _site(
         per=series.per,
         since=one.trend.since,
         growth=int(rate * span),
-        certainty=_certainty(one.trend, confirmed=confirmed, lines=lines),
+        certainty=_certainty(one.trend, confirmed=confirmed, lines=lines[:1] if share is not None else lines),
         holder=None if holder.unit == "files" else holder.name,
         items=holder.item_type or (holder.name if holder.unit == "files" else None),
-        lines=lines,
-        created=_created(holder),
+        lines=tuple(lines[:_MOST_LINES]),
+        created=SourceLine(made[0].file, made[0].line) if made else None,
+        share=share,
         why=_why(one, series.per, confirmed=confirmed),
         points=tuple((x, amount * scale) for x, amount in one.points),
     )
@@ -401,35 +439,6 @@ def _why(one: _Candidate, per: Per, *, confirmed: bool) -> tuple[str, ...]:
     if not confirmed:
         reasons.append(say("the growth of memory use does not confirm it"))
     return tuple(reasons)
-
-
-def _lines(holder: HolderRecord) -> tuple[SourceLine, ...]:
-    """Where the source fills the holder."""
-    if holder.line is not None:
-        return (SourceLine(holder.file, holder.line),)
-    itself = holder.unit in ("nodes", "bytes")
-    source = "".join(linecache.getlines(holder.file))
-    found = lines_for(source, holder.word, holder.function, itself=itself)
-    if not found and itself:
-        found = lines_for(source, holder.word, holder.function)
-    if not found:
-        found = passing_lines(source, holder.word)
-    return tuple(SourceLine(holder.file, number) for number in found[:_MOST_LINES])
-
-
-def _made_first(lines: tuple[SourceLine, ...], holder: HolderRecord) -> tuple[SourceLine, ...]:
-    """Of several lines that may fill it, those that were seen to make its items come first."""
-    made = {(file, line) for file, line in holder.created}
-    return tuple(sorted(lines, key=lambda line: (line.file, line.line) not in made))
-
-
-def _created(holder: HolderRecord) -> SourceLine | None:
-    """The line that made most of its items, where one was seen."""
-    known = [one for one in holder.created if is_user_file(one[0])] or holder.created
-    if not known:
-        return None
-    file, line = max(set(known), key=lambda one: (known.count(one), -one[1]))
-    return SourceLine(file, line)
 
 
 def _unexplained(

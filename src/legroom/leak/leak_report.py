@@ -15,7 +15,7 @@ from legroom.charts.html_page import element, figure, page, table
 from legroom.charts.process_charts import GrowthLine, growth_chart
 from legroom.leak.find_leaking_lines import diagnose_process
 from legroom.leak.record_files import read_file
-from legroom.messages import counted, cut, fill, joined, left, listed, phrase, right, say
+from legroom.messages import counted, fill, joined, left, listed, phrase, right, say
 from legroom.monitor.script_marks_and_steps import annotation_directory, write_growing, write_steps
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.memory_growth import GrowingSite, LeakReport, PoolGrowth, ProcessGrowth, SourceLine
@@ -32,7 +32,7 @@ _KINDS = {
 }
 _POOLS = {"ram": "RAM", "shm": "shm"}
 _CERTAINTY = {"high": phrase("high"), "medium": phrase("medium"), "low": phrase("low")}
-_WHERE, _RATE, _SINCE, _FULL, _SURE = 22, 9, 8, 10, 6
+_WHERE, _RATE, _SINCE, _FULL, _SURE = 22, 9, 7, 10, 6
 _MOST_PROCESSES = 12
 _MOST_CHARTED = 6
 _MOST_PUBLISHED = 8
@@ -80,15 +80,17 @@ def report_lines(report: LeakReport, width: int = 80) -> list[str]:
     lines = [head.rstrip()]
     for group in groups:
         site = group.site
+        kind, *more = fill(kind_text(site), what, "", "").splitlines()
         cells = (
             left(cut_front(where(site), _WHERE), _WHERE),
-            left(cut(kind_text(site), what), what),
+            left(kind, what),
             right(rate_text(site, per), _RATE),
             right(f"{site.since:.0f}" + (" s" if site.per == "second" else ""), _SINCE),
             right(_full_text(group.full_in), _FULL),
             left(say(_CERTAINTY[site.certainty]), _SURE),
         )
         lines.append(" ".join(cells).rstrip())
+        lines += [" " * (_WHERE + 1) + text for text in more]
         lines += fill(detail(group), width, "  ", "  ").splitlines()
     lines += _rest(judged, width)
     lines += _not_judged(report, judged, width)
@@ -96,11 +98,15 @@ def report_lines(report: LeakReport, width: int = 80) -> list[str]:
 
 
 def where(site: GrowingSite) -> str:
-    """The line to look at, relative to this directory; or what it is instead of a line."""
+    """The line to look at, relative to this directory; or what it is instead of a line.
+
+    All lines that may fill the container, where it was not seen which of them adds how much.
+    """
     if site.kind == "copy-on-write":
         return site.holder or say("unknown")
     if site.line is not None:
-        return place(site.line)
+        others = site.lines[1:] if site.share is None else ()
+        return ", ".join((place(site.line), *(str(line.line) for line in others)))
     return say("outside Python") if site.kind == "native" else say("unknown")
 
 
@@ -142,7 +148,10 @@ def detail(group: SiteGroup) -> str:
     elif site.kind == "shm-files":
         parts.append(say("{name} is not removed", name=site.items))
     if len(site.lines) > 1:
-        parts.append(say("filled in lines {numbers}", numbers=listed(str(line.line) for line in site.lines)))
+        numbers = listed(str(one) for one in sorted(line.line for line in site.lines))
+        parts.append(say("filled in lines {numbers}", numbers=numbers))
+    if site.share is not None:
+        parts.append(_share_text(site, site.share))
     if site.created is not None and site.created != site.line:
         parts.append(say("made at {place}", place=place(site.created)))
     parts += site.why
@@ -152,6 +161,13 @@ def detail(group: SiteGroup) -> str:
     elif group.processes[0].role != "main":
         parts.append(say("in {name}", name=process_name(group.processes[0])))
     return joined(parts)
+
+
+def _share_text(site: GrowingSite, share: float) -> str:
+    line = site.lines[0].line
+    if site.kind == "graph":
+        return say("line {line} adds {share:.0%} of the graphs", line=line, share=share)
+    return say("line {line} adds {share:.0%} of the bytes", line=line, share=share)
 
 
 def process_name(process: ProcessGrowth) -> str:
@@ -234,7 +250,7 @@ def site_object(site: GrowingSite) -> dict[str, Any]:
     return {
         "kind": site.kind, "pool": site.pool, "file": None if line is None else line.file,
         "line": None if line is None else line.line, "lines": [[one.file, one.line] for one in site.lines],
-        "created": None if site.created is None else [site.created.file, site.created.line],
+        "created": None if site.created is None else [site.created.file, site.created.line], "share": site.share,
         "holder": site.holder, "items": site.items, "rate": site.rate, "per": site.per, "since": site.since,
         "growth": site.growth, "rate_per_second": site.rate_per_second, "full_in": site.full_in,
         "certainty": site.certainty, "why": list(site.why),

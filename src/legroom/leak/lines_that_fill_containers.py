@@ -6,8 +6,8 @@ The source is parsed, not run. A name can be filled in several lines; all of the
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 # Methods that add to a container or a queue; others may too, but then the object's own class is searched as well.
@@ -15,6 +15,9 @@ _ADDING = frozenset({
     "append", "appendleft", "add", "extend", "extendleft", "insert", "update", "setdefault", "put", "put_nowait",
     "push", "write", "writelines", "send", "record", "log", "store", "register", "submit",
 })  # fmt: skip
+
+
+_MOST_NAMES_OF_A_VALUE = 4  # that are followed from where it was made to where it is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,9 @@ class FillLine:
     function: str  # the function around it; empty at the level of the module
     itself: bool  # the new value is made from the old one: total += loss
     attribute: bool  # self.history rather than history
+    last: int = 0  # the last line of the statement
+    uses: frozenset[str] = frozenset()  # identifiers in what is added
+    entry: str | None = None  # log["loss"].append(x) fills this entry
 
 
 @lru_cache(maxsize=64)
@@ -38,16 +44,118 @@ def fill_lines(source: str) -> tuple[FillLine, ...]:
     return tuple(_in_body(tree, ""))
 
 
-def lines_for(source: str, word: str, function: str = "", *, itself: bool = False) -> list[int]:
+def lines_for(
+    source: str, word: str, function: str = "", *, itself: bool = False, entry: str | None = None
+) -> list[int]:
     """The lines that fill ``word``; those in the named function first, if there are any there.
 
     ``itself``: only lines whose new value is made from the old one, which is how sums and hidden states grow.
+    ``entry``: without lines that fill another entry, ``log["loss"]`` where ``log["text"]`` is meant.
     """
     found = [one for one in fill_lines(source) if one.word == word and (one.itself or not itself)]
+    if entry is not None:
+        found = [one for one in found if one.entry in (None, entry)] or found
     if not itself:
         found = _through_aliases(source, word, found)
     inside = [one for one in found if function and one.function.split(".")[-1] == function]
     return sorted({one.line for one in inside or found})
+
+
+def line_that_added(source: str, lines: Sequence[int], frames: Sequence[int]) -> int | None:
+    """Which of these lines, which all fill the same container, added an object; None if that cannot be told.
+
+    ``frames``: the lines of this source in the calls that made it, innermost first. It was made in the statement that
+    adds it, or the names that it had lead there: ``x = make()``, ``log.keep(x)``, and ``self.rows.append(value)``.
+    """
+    filling = [one for one in fill_lines(source) if one.line in lines]
+    for number in frames:
+        here = {one.line for one in filling if one.line <= number <= one.last}
+        if here or number in lines:
+            return max(here or {number})
+    for number in frames:
+        begins = [one for one in _flows(source) if one.line <= number <= one.last]
+        for one in sorted(begins, key=lambda one: one.last - one.line):
+            if (found := _line_behind(source, one, filling)) is not None:
+                return found
+    return None
+
+
+def _line_behind(source: str, begin: _Flow, filling: Sequence[FillLine]) -> int | None:
+    names = {(begin.inside, word) for word in begin.words}
+    for _ in range(_MOST_NAMES_OF_A_VALUE):
+        adding = {fill.line for fill in filling if any((fill.function, word) in names for word in fill.uses)}
+        if adding:
+            return adding.pop() if len(adding) == 1 else None
+        names = {
+            (one.inside, word)
+            for one in _flows(source)
+            if any((one.function, used) in names for used in one.uses)
+            for word in one.words
+        }
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """A statement that gives a value a name: an assignment, the head of a ``for``, a call with its parameters."""
+
+    words: frozenset[str]  # the names
+    inside: str  # the function in which they are names
+    uses: frozenset[str]  # identifiers in the value
+    function: str  # the function around the statement
+    line: int
+    last: int
+
+
+@lru_cache(maxsize=64)
+def _flows(source: str) -> tuple[_Flow, ...]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    parameters: dict[str, list[tuple[str, frozenset[str]]]] = {}
+    for name, function, words in _parameters(tree, ""):
+        parameters.setdefault(name, []).append((function, words))
+    return tuple(_flows_in(tree, "", parameters))
+
+
+def _parameters(node: ast.AST, function: str) -> Iterator[tuple[str, str, frozenset[str]]]:
+    for child in ast.iter_child_nodes(node):
+        inside = _inside(child, function)
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = child.args
+            words = frozenset(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+            yield child.name, inside, words - {"self", "cls"}
+        yield from _parameters(child, inside)
+
+
+def _flows_in(
+    node: ast.AST, function: str, parameters: Mapping[str, Sequence[tuple[str, frozenset[str]]]]
+) -> Iterator[_Flow]:
+    for child in ast.iter_child_nodes(node):
+        targets: Sequence[ast.expr] = ()
+        value: ast.expr | None = None
+        last: int = getattr(child, "end_lineno", None) or 0
+        if isinstance(child, ast.Assign):
+            targets, value = child.targets, child.value
+        elif isinstance(child, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+            targets, value = [child.target], child.value
+        elif isinstance(child, (ast.For, ast.AsyncFor)):
+            targets, value, last = [child.target], child.iter, child.iter.end_lineno or child.lineno
+        elif isinstance(child, ast.Call):
+            for inside, words in parameters.get(_last_word(child.func) or "", ()):
+                yield _Flow(words, inside, _added_words(child), function, child.lineno, last)
+        words = frozenset(one.id for one in _flat(targets) if isinstance(one, ast.Name))
+        if words and value is not None:
+            yield _Flow(words, function, frozenset(_words(value)), function, value.lineno, last)
+        yield from _flows_in(child, _inside(child, function), parameters)
+
+
+def _inside(node: ast.AST, function: str) -> str:
+    """The function around what is in that node."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return function
+    return f"{function}.{node.name}" if function else node.name
 
 
 def _through_aliases(source: str, word: str, found: list[FillLine]) -> list[FillLine]:
@@ -89,10 +197,7 @@ def _aliases_in(node: ast.AST, function: str) -> Iterator[_Alias]:
         whole = _part_of(child.value) if isinstance(child, ast.Assign) else None
         if isinstance(target, ast.Name) and whole is not None:
             yield _Alias(target.id, whole, target.lineno, function)
-        inner = function
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inner = f"{function}.{child.name}" if function else child.name
-        yield from _aliases_in(child, inner)
+        yield from _aliases_in(child, _inside(child, function))
 
 
 def _part_of(value: ast.expr) -> str | None:
@@ -139,16 +244,28 @@ def _last_word(node: ast.expr) -> str | None:
 
 def _in_body(node: ast.AST, function: str) -> Iterator[FillLine]:
     for child in ast.iter_child_nodes(node):
-        inner = function
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inner = f"{function}.{child.name}" if function else child.name
-        yield from _of_statement(child, function)
-        yield from _in_body(child, inner)
+        yield from (
+            replace(one, last=getattr(child, "end_lineno", None) or one.line, uses=_added_words(child))
+            for one in _of_statement(child, function)
+        )
+        yield from _in_body(child, _inside(child, function))
+
+
+def _added_words(node: ast.AST) -> frozenset[str]:
+    """Identifiers in what a statement adds."""
+    if isinstance(node, ast.Call):
+        parts: list[ast.AST] = [*node.args, *node.keywords]
+    else:
+        value = getattr(node, "value", None)
+        parts = [] if value is None else [value]
+    return frozenset(word for part in parts for word in _words(part))
 
 
 def _of_statement(node: ast.AST, function: str) -> Iterator[FillLine]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
-        yield from _filled(node.func.value, node.lineno, function, itself=False)
+        entry = _text(node.args[0]) if node.func.attr == "setdefault" and node.args else None
+        for one in _filled(node.func.value, node.lineno, function, itself=False):
+            yield replace(one, entry=entry) if entry is not None else one
     elif isinstance(node, ast.AugAssign):
         yield from _filled(node.target, node.lineno, function, itself=True)
     elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -158,7 +275,7 @@ def _of_statement(node: ast.AST, function: str) -> Iterator[FillLine]:
             for one in _filled(target, node.lineno, function, itself=False):
                 again = one.word in used
                 if again or isinstance(target, ast.Subscript):
-                    yield FillLine(one.word, one.line, function, again, one.attribute)
+                    yield replace(one, itself=again)
 
 
 def _flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
@@ -173,14 +290,22 @@ def _flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
 
 def _filled(target: ast.expr, line: int, function: str, *, itself: bool) -> Iterator[FillLine]:
     """The identifier that is filled: history in ``history[k].append`` and in ``self.history.append``."""
+    entry: str | None = None
     while isinstance(target, (ast.Subscript, ast.Call)):
+        key = target.slice if isinstance(target, ast.Subscript) else None
+        arguments = target.args if isinstance(target, ast.Call) else []
         target = target.value if isinstance(target, ast.Subscript) else target.func
         if isinstance(target, ast.Attribute) and target.attr in ("setdefault", "get"):
-            target = target.value
+            target, key = target.value, arguments[0] if arguments else key
+        entry = entry or _text(key)
     if isinstance(target, ast.Name):
-        yield FillLine(target.id, line, function, itself, attribute=False)
+        yield FillLine(target.id, line, function, itself, attribute=False, entry=entry)
     elif isinstance(target, ast.Attribute):
-        yield FillLine(target.attr, line, function, itself, attribute=True)
+        yield FillLine(target.attr, line, function, itself, attribute=True, entry=entry)
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _words(node: ast.AST) -> Iterator[str]:

@@ -17,10 +17,10 @@ from typing import Any
 
 from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
 from legroom.leak.containers_held_by_variables import Holder, Holding, Key, Walk, newest_items, running_frames
-from legroom.leak.creation_sites import Tracing, creation_line, live_tensors
+from legroom.leak.creation_sites import Tracing, creations, creations_in_window, live_tensors
 from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset
 from legroom.leak.object_size import size_per_item
-from legroom.leak.process_counters import process_start, read_counters
+from legroom.leak.process_counters import free_gpus, process_start, read_counters
 from legroom.leak.record_files import SCHEMA, RecordWriter, counters_object
 from legroom.leak.shm_files_by_line import ShmFiles
 from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
@@ -51,6 +51,7 @@ _NO_STEPS = 3.0  # seconds without a step after which the thread samples
 _MOST_HOLDERS = 400  # recorded
 _MOST_MEASURED = 24  # holders whose items are measured in one sample
 _FEWEST_ITEMS = 4  # of a container that is recorded
+_FEWEST_MEASURED, _MOST_ITEMS_MEASURED = 8, 1024  # newest items of a container whose size is measured
 _FREE_EVERY = 5.0  # seconds between readings of free memory
 _PUBLISH_EVERY = 10.0  # seconds between two reports to `legroom watch`, at least
 _STEPS_EVERY = 1.0  # seconds between two counts of steps for it
@@ -282,7 +283,7 @@ class Recorder:
                 self._free["shm"] = space.f_bavail * space.f_frsize
             except OSError:
                 pass
-            self._free.update(_free_gpus())
+            self._free.update(free_gpus())
             return self._free
         return {}
 
@@ -345,24 +346,29 @@ class Recorder:
                 continue
             self._measured[number] = max(1, holding.amount)
             count += 1
-            items = newest_items(holding.thing) if holding.unit == "items" else [holding.thing]
+            wanted = self._items_of_steps(self._known[key], holding.amount)
+            items = newest_items(holding.thing, wanted) if holding.unit == "items" else [holding.thing]
             if not items:
                 continue
             size = size_per_item(items)
+            if not size.complete and len(items) > _FEWEST_MEASURED:
+                size = size_per_item(items[-_FEWEST_MEASURED:])
             graph = tensor_with_graph(items[-1])
             name = _type_name(items[-1], pair=holding.unit == "items" and isinstance(holding.thing, dict))
             self._writer.write(
                 "item", number=number, pools=size.pools, type=name, graphs=size.graphs,
                 tensors=size.tensors, saved=None if graph is None else saved_bytes(graph),
             )  # fmt: skip
-            if self._tracing.scripts_own:
-                self._note_creation(number, items[-1])
+            if self._tracing.scripts_own and holding.unit == "items":
+                made = creations(items[-_FEWEST_MEASURED:], pairs=isinstance(holding.thing, dict))
+                if made:
+                    self._writer.write("created", number=number, sites=made)
 
-    def _note_creation(self, number: int, item: object) -> bool:
-        if (line := creation_line(item)) is None:
-            return False
-        self._writer.write("created", number=number, file=line.file, line=line.number)
-        return True
+    def _items_of_steps(self, first: tuple[int | None, float, int], amount: int) -> int:
+        """The items of four steps: a script may add a large one and many small ones in each."""
+        steps = self.steps - first[0] if first[0] is not None and self._source is not None else 0
+        each = -(-(amount - first[2]) // steps) if steps > 0 else 0
+        return min(_MOST_ITEMS_MEASURED, max(_FEWEST_MEASURED, 4 * each))
 
     # Pages that a forked process copies
 
@@ -437,11 +443,10 @@ class Recorder:
         sites = self._tracing.end()
         tensors = None
         if not aborted:
-            for number, thing in self._window_holders.items():
-                items = newest_items(thing, 2)
-                if not items or self._note_creation(number, items[0]):
-                    continue
-                if number in self._window_sizes and len(thing) >= self._window_sizes[number] + len(items):
+            for number, made in creations_in_window(self._window_holders, self._window_sizes):
+                if made:
+                    self._writer.write("created", number=number, sites=made)
+                else:
                     self._writer.write("existing", number=number)  # added in the window, and made before it
             if not self._forked and self._windows >= 1 and self._grows():
                 found = live_tensors().items()
@@ -560,16 +565,6 @@ def _follow_forks(recorder: Recorder) -> None:
 
 def _smoothed(before: float | None, now: float) -> float:
     return now if before is None else before + 0.1 * (now - before)
-
-
-def _free_gpus() -> dict[str, int]:
-    torch: Any = sys.modules.get("torch")
-    try:
-        if torch is None or not torch.cuda.is_initialized():
-            return {}
-        return {f"gpu{number}": torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
-    except Exception:  # the driver is gone
-        return {}
 
 
 def _type_name(thing: Any, *, pair: bool) -> str:

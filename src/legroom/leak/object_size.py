@@ -54,9 +54,18 @@ class ObjectSize:
         self.pools[pool] = self.pools.get(pool, 0) + count
 
 
-def size_of(things: Iterable[object], *, most_of_each: int | None = None) -> ObjectSize:
-    """Bytes that these objects keep alive together; ``most_of_each``: at most so many of each, and no buffers."""
-    size, seen, left = ObjectSize(), set[int](), _MOST_OBJECTS
+def size_of(
+    things: Iterable[object],
+    *,
+    most_of_each: int | None = None,
+    most_objects: int = _MOST_OBJECTS,
+    seen: set[int] | None = None,
+) -> ObjectSize:
+    """Bytes that these objects keep alive together; ``most_of_each``: at most so many of each, and no buffers.
+
+    ``seen``: what earlier calls have counted, which must be alive still.
+    """
+    size, seen, left = ObjectSize(), set() if seen is None else seen, most_objects
     stack = deque(things)
     numpy: Any = sys.modules.get("numpy")
     array_type = getattr(numpy, "ndarray", ()) if numpy is not None else ()
@@ -90,7 +99,8 @@ def size_per_item(items: Sequence[object]) -> ObjectSize:
     few, all_of_them = size_of(items[:half]), size_of(items)
     count = len(items) - half
     added = {pool: max(0, amount - few.pools.get(pool, 0)) // count for pool, amount in all_of_them.pools.items()}
-    graphs, tensors = (all_of_them.graphs - few.graphs) // count, (all_of_them.tensors - few.tensors) // count
+    # Rounded up: where only some of the items are tensors, or have a graph, there are tensors or graphs.
+    graphs, tensors = -((few.graphs - all_of_them.graphs) // count), -((few.tensors - all_of_them.tensors) // count)
     return ObjectSize(added, graphs, tensors, all_of_them.complete)
 
 

@@ -108,3 +108,14 @@ def process_start() -> float | None:
             return float(stat.read().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def free_gpus() -> dict[str, int]:
+    """Free bytes of each GPU that this process uses; empty without CUDA."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return {}
+        return {f"gpu{number}": torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
+    except Exception:  # the driver is gone
+        return {}

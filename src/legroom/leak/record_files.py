@@ -70,6 +70,18 @@ class CounterSample:
 
 
 @dataclass
+class CreatedItems:
+    """What one line made of a holder's newest items, in one window of tracemalloc."""
+
+    file: str
+    line: int
+    pools: dict[str, int] = field(default_factory=dict)  # bytes
+    graphs: int = 0  # tensors with an autograd graph
+    tensors: int = 0
+    through: tuple[tuple[str, int], ...] = ()  # the user's lines in the calls around it, innermost first
+
+
+@dataclass
 class HolderRecord:
     """One holder over time."""
 
@@ -88,7 +100,8 @@ class HolderRecord:
     graphs: int = 0  # tensors with an autograd graph in one item
     tensors: int = 0
     saved: int | None = None  # bytes saved for backward by the graph of one item
-    created: list[tuple[str, int]] = field(default_factory=list)  # lines that made its newest items
+    created: list[CreatedItems] = field(default_factory=list)  # lines that made its newest items
+    unknown: list[CreatedItems] = field(default_factory=list)  # newest items that no line was seen to make
     existing: int = 0  # windows in which it grew by items that had been made before
 
 
@@ -180,7 +193,10 @@ def _take(record: ProcessRecord | None, data: dict[str, Any]) -> ProcessRecord |
         holder.item, holder.item_type = _mean(holder.measured), data["type"]
         holder.graphs, holder.tensors, holder.saved = data["graphs"], data["tensors"], data.get("saved")
     elif kind == "created":
-        record.holders[data["number"]].created.append((data["file"], data["line"]))
+        holder = record.holders[data["number"]]
+        for file, line, pools, graphs, tensors, through in data["sites"]:
+            made = CreatedItems(file, line, pools, graphs, tensors, tuple((name, at) for name, at in through))
+            (holder.created if file else holder.unknown).append(made)
     elif kind == "existing":
         record.holders[data["number"]].existing += 1
     elif kind == "window":

@@ -62,6 +62,11 @@ def nearest_user_line(frames: Iterable[tuple[str, int]]) -> CodeLine | None:
     return innermost
 
 
+def user_lines(frames: Iterable[tuple[str, int]]) -> tuple[CodeLine, ...]:
+    """All lines of the user's code in a traceback, in its order."""
+    return tuple(CodeLine(file, number) for file, number in frames if is_user_file(file))
+
+
 _user_modules: tuple[int, list[str]] = (0, [])  # number of modules, and names of the user's among them
 
 

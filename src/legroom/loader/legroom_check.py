@@ -125,7 +125,7 @@ def check(
     if checkpoint and checkpoint_dir is None:
         raise UsageError(
             say("the size of checkpoints is {size} bytes, but their directory is not given", size=checkpoint),
-            fix=(say("also pass checkpoint_dir (--checkpoint-dir)"),),
+            fix=(say("also pass the directory: checkpoint_dir='DIRECTORY'"),),
         )
     _require_directory(host, checkpoint_dir)
     given: dict[str, Any] = {
@@ -360,7 +360,7 @@ def _judged_by_trial(
         )  # fmt: skip
         return _unknown(verdict, "ram", "trial-unfinished", why), batch
     if demand.loader_kind == "legroom" and demand.num_workers and not trial.filled:
-        why = say("the trial run's workers were still busy when its pauses ended; --timeout gives them more time")
+        why = say("the trial run's workers were still busy when its pauses ended: a larger timeout is needed")
         return _unknown(verdict, "ram", "trial-unfinished", why), batch
     shm = machine.pool("shm")
     most = taken.shm + overlap(demand, trial)[1] * demand.ranks
@@ -559,7 +559,7 @@ def _notes(
             say("the trial run stopped early: the need is the prediction where that is larger than what it used")
         )
     if trial is None and demand.process_ram is None and not demand.params:
-        notes.append(say("RAM of the training process is not included: pass --process-ram"))
+        notes.append(say("RAM of the training process is not included: pass process_ram='4GB'"))
     if trial is None and demand.num_workers and not demand.worker_ram:
         notes.append(say("memory of the worker processes was not measured and is not included"))
     if demand.worker_ram_source:

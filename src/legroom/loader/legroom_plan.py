@@ -125,7 +125,7 @@ def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: in
         if sample_bytes is None:
             return None
         raise UsageError(
-            say("the size of a sample needs a batch size"), fix=(say("also pass the batch size (--batch)"),)
+            say("the size of a sample needs a batch size"), fix=(say("also pass the batch size: batch_size=64"),)
         )
     if rows is not None:
         return rows.batch(batch_size)
@@ -133,7 +133,7 @@ def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: in
         return batch_of(parse_size(sample_bytes), batch_size)
     raise UsageError(
         say("the size of a sample is unknown, for a batch of {size} samples", size=batch_size),
-        fix=(say("pass a data file (--data), or the size of a sample (--sample-bytes)"),),
+        fix=(say("pass a data file: data='FILE', or the size of a sample: sample_bytes='600KB'"),),
     )
 
 
@@ -144,15 +144,15 @@ def _require_something(
         raise UsageError(
             say("measuring running jobs cannot be combined with a description of a job"),
             why=say("what they use of /dev/shm already includes their batches"),
-            fix=(say("use either --measure or --match, or --per-process, or --data"),),
+            fix=(say("pass one of them: measure=[PID], match='train_.*', per_process='5.75MB' or data='FILE'"),),
         )
     if measured is None and demand.per_process is None and batch is None and rows is None and not demand.params:
         raise UsageError(
             say("the memory of one job is unknown"),
             fix=(
-                say("pass it: --per-process 5.75MB"),
-                say("or measure running jobs: --match 'train_.*', or --measure PID"),
-                say("or predict it: --data FILE --batch 64 --workers 4"),
+                say("pass it: per_process='5.75MB'"),
+                say("or measure running jobs: match='train_.*', or measure=[PID]"),
+                say("or predict it: data='FILE', batch_size=64, num_workers=4"),
             ),
         )
 
@@ -165,7 +165,7 @@ def _gpus(machine: Machine, stated: int | None) -> tuple[int, tuple[str, ...]]:
         gpus = counted(found, phrase("{count} GPU"), phrase("{count} GPUs"))
         return found, (say("{gpus} on this machine ({source})", gpus=gpus, source=machine.gpus.source),)
     why = machine.gpus.reason or machine.gpus.source
-    return 1, (say("no GPU found ({why}): one is assumed; pass --gpus for another number", why=why),)
+    return 1, (say("no GPU found ({why}): one is assumed; for another number pass gpus=8", why=why),)
 
 
 def _one(demand: Demand, batch: Batch | None, measured: RunningJobs | None, shared: DataRows | None) -> Workload:

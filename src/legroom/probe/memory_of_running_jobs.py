@@ -189,7 +189,7 @@ def measure_running_jobs(host: Host, pids: Sequence[int] = (), pattern: str | No
                 why=joined(one.notes) or say("no permission to read its memory maps"),
                 fix=(
                     say("run as the user who started it, or as root"),
-                    say("or pass the memory of one process: --per-process 5.75MB"),
+                    say("or pass the memory of one process: per_process='5.75MB'"),
                 ),
             )
     segments, everybodys = _used_by_several(host, members)

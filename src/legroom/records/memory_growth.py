@@ -33,6 +33,7 @@ class GrowingSite:
     items: str | None = None  # the type of what it keeps
     lines: tuple[SourceLine, ...] = ()  # where it is kept; several if the source fills it in several lines
     created: SourceLine | None = None  # where what it keeps was made
+    share: float | None = None  # of the holder's bytes that the first of several lines adds, where that was seen
     rate_per_second: float | None = None
     full_in: float | None = None  # seconds until the pool is full at this rate
     why: tuple[str, ...] = ()  # what speaks for it, in words

@@ -204,14 +204,38 @@ class TestRecord:
         assert len(os.listdir(shm / "sources")) == 1
 
 
-@pytest.mark.parametrize(("backing", "suggested"), [("shm", True), ("disk", True), ("auto", False)])
-def test_without_room_in_the_store_that_was_asked_for_the_other_is_suggested(
-    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing: str, suggested: bool
+@pytest.mark.parametrize(
+    ("backing", "full", "suggested"),
+    [("shm", {"shm"}, True), ("disk", {"disk"}, True), ("disk", {"disk", "shm"}, False),
+     ("auto", {"disk", "shm"}, False)],
+)  # fmt: skip
+def test_without_room_only_what_works_now_is_suggested(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing: str, full: set[str], suggested: bool
 ) -> None:
     def bounds(store: Store) -> list[store_free_space.Bound]:
-        return [store_free_space.Bound(10, lambda: "10 B free")]
+        free = 10 if store.backing in full else 1 << 30
+        return [store_free_space.Bound(free, lambda: f"{free} B free")]
 
     monkeypatch.setattr(store_free_space, "bounds", bounds)
+    path = make(tmp_path, 1)
     with pytest.raises(NoRoom) as caught:
-        legroom.open(make(tmp_path, 1), backing=backing)
+        legroom.open(path, backing=backing)
     assert any("backing='auto'" in line for line in caught.value.fix) is suggested
+    if suggested:
+        assert int(legroom.open(path, backing="auto")["array"][0]) == 1
+    code = next(line for line in caught.value.fix if "inplace" in line).split("\n")[1]
+    assert code == f"legroom.open({str(path)!r}, backing='inplace')"
+    with eval(code) as data:
+        assert int(data["array"][0]) == 1
+
+
+def test_a_file_that_cannot_be_mapped_is_not_advised_to_be(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_free_space, "bounds", lambda store: [store_free_space.Bound(10, lambda: "10 B free")])
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(40_000, np.uint8))
+    for path in (tmp_path / "a.npz", [make(tmp_path, 1), make(tmp_path, 2)]):
+        with pytest.raises(NoRoom) as caught:
+            legroom.open(path)  # type: ignore[arg-type]
+        assert "inplace" not in " ".join(caught.value.fix)
+        assert "keys=" not in " ".join(caught.value.fix)  # there is one array

@@ -59,6 +59,19 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert "the cache is empty" in _text(capsys, "list")
 
 
+def test_drop_all_says_what_it_removes_and_can_be_tried(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usage = " ".join(_text(capsys, "drop", "--help").split())
+    assert "of all your projects" in usage and "--dry-run" in usage
+    with legroom.open("train.npy"):
+        assert "kept" in _text(capsys, "drop", "--all", "--dry-run", status=1)
+    key = legroom.open("train.npy").info.key
+    shown = _text(capsys, "drop", "--all", "--dry-run")
+    assert "would remove 1 entry" in shown and "train.npy" in shown
+    assert _json(capsys, "drop", "train.npy", "--dry-run")["dry_run"] is True
+    assert [entry.key for entry in legroom.cache.list_and_verify.entries()] == [key]
+    assert "removed 1 entry" in _text(capsys, "drop", "--all")
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from legroom.cli.main import run
-from legroom.cli.text_layout import error_columns, error_text
+from legroom.cli.text_layout import error_columns, error_text, remark_text
 from legroom.errors import UsageError
 from legroom.messages import cells, speak
 
@@ -65,6 +65,22 @@ def test_click_s_errors_are_wrapped_too(monkeypatch: pytest.MonkeyPatch) -> None
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_remark_is_not_broken_inside_of_quotes(monkeypatch: pytest.MonkeyPatch, language: str) -> None:
+    install = "pip install 'legroom[watch]'"
+    text = f"the package textual is needed for the full-screen view, which is missing: {install}"
+    assert remark_text(text) == f"legroom: {text}"
+    monkeypatch.setattr("sys.stderr", _Terminal())
+    speak(language)
+    try:
+        for columns in range(40, 120):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            lines = remark_text(text).splitlines()
+            assert any("'legroom[watch]'" in line for line in lines) and all(cells(line) <= columns for line in lines)
+    finally:
+        speak("en")
 
 
 def test_only_a_terminal_gets_wrapped_lines(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import yaml
 from rigs import TREES
 
+import legroom
 from legroom.cli.main import run
+from legroom.errors import UsageError
 
 MB, GB = 1 << 20, 1 << 30
 BARE = str(TREES / "bare-v2")  # whose /dev/shm others use too
@@ -236,3 +239,32 @@ def test_gpus_are_counted_where_none_are_given(capsys: pytest.CaptureFixture[str
     report = _json(capsys, "--per-process", "1MB", "--root", BARE)
     assert report["gpus"] >= 1
     assert any("GPU" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ((), {}),
+        (("--sample-bytes", "1MB"), {"sample_bytes": "1MB"}),
+        (("--batch", "8"), {"batch_size": 8}),
+        (("--measure", str(os.getpid()), "--per-process", "1MB"), {"measure": [os.getpid()], "per_process": "1MB"}),
+    ],
+)
+def test_advice_names_arguments_in_python_and_options_on_the_command_line(
+    arguments: tuple[str, ...], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        legroom.plan(**settings)
+    advice = " ".join(caught.value.fix)
+    assert re.search(r"\b[a-z_]+=", advice) and "--" not in advice
+    assert run(["plan", *arguments]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "--" in shown and not re.search(r"\b[a-z_]+=", shown)
+
+
+def test_notes_name_arguments_in_python_and_options_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = " ".join(legroom.plan(per_process="1MB", gpus=2, ranks=2).notes)
+    assert "process_ram='4GB'" in notes and "nccl='33MB'" in notes and "--" not in notes
+    run(["plan", "--per-process", "1MB", "--gpus", "2", "--ranks", "2"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--process-ram 4GB or --measure PID" in shown and "process_ram=" not in shown

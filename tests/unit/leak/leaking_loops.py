@@ -226,6 +226,119 @@ NAMED = (
 )  # fmt: skip
 
 
+def small_and_large_items(steps: int, step: Step) -> None:
+    model, x, y = _model()
+    keep: list[torch.Tensor] = []
+    for _ in range(steps):
+        loss = functional.cross_entropy(model(x), y).detach()
+        keep.append(loss)
+        keep.append(torch.ones(50 * KB))  # here
+        step()
+
+
+def large_and_small_items(steps: int, step: Step) -> None:
+    keep: list[torch.Tensor] = []
+    for number in range(steps):
+        keep.append(torch.ones(50 * KB))  # here
+        keep.append(torch.tensor(float(number)))
+        step()
+
+
+def large_item_that_has_a_name(steps: int, step: Step) -> None:
+    keep: list[torch.Tensor] = []
+    for number in range(steps):
+        small, large = torch.tensor(float(number)), torch.randn(10 * KB)
+        large = large.repeat(5)
+        keep.append(small)
+        keep.append(  # here
+            large
+        )
+        step()
+
+
+def one_large_after_many_small(steps: int, step: Step) -> None:
+    keep: list[Any] = []
+    for number in range(steps):
+        keep.append(np.ones(20 * KB))  # here
+        for part in range(21):
+            keep.append(f"{number} {part}")
+        step()
+
+
+def _noise() -> torch.Tensor:
+    return torch.randn(40 * KB)
+
+
+def dict_filled_at_two_places(steps: int, step: Step) -> None:
+    cache: dict[Any, torch.Tensor] = {}
+    for number in range(steps):
+        cache["small", number] = torch.zeros(8)
+        cache["large", number] = _noise()  # here
+        step()
+
+
+def attribute_filled_by_two_methods(steps: int, step: Step) -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def name(self, text: str) -> None:
+            self.rows.append(text)
+
+        def keep(self, value: Any) -> None:
+            self.rows.append(value)  # here
+
+    log = Log()
+    for number in range(steps):
+        log.name(f"step {number}")
+        values = np.ones(15 * KB)
+        log.keep(values)
+        step()
+
+
+def two_entries_of_a_dict(steps: int, step: Step) -> None:
+    log: dict[str, list[Any]] = {"loss": [], "out": []}
+    for number in range(steps):
+        log["loss"].append(torch.tensor(float(number)))
+        log["out"].append(torch.randn(30 * KB))  # here
+        step()
+
+
+def one_line_with_two_sites(steps: int, step: Step) -> None:
+    keep: list[torch.Tensor] = []
+    for number in range(steps):
+        small = torch.tensor(float(number))
+        large = torch.ones(40 * KB)  # made
+        for one in (small, large):
+            keep.append(one)  # here
+        step()
+
+
+def two_lines_that_add_as_much(steps: int, step: Step) -> None:
+    keep: list[torch.Tensor] = []
+    for number in range(steps):
+        keep.append(torch.tensor(float(number)))
+        keep.append(torch.ones(40 * KB))
+        keep.append(torch.zeros(40 * KB))
+        step()
+
+
+def graphs_and_plain_tensors(steps: int, step: Step) -> None:
+    model, x, _ = _model()
+    keep: list[torch.Tensor] = []
+    for _ in range(steps):
+        out = model(x.repeat(20, 1))
+        keep.append(out.mean())
+        keep.append(torch.ones(60 * KB))
+        step()
+
+
+TWO_SITES = (
+    small_and_large_items, large_and_small_items, large_item_that_has_a_name, one_large_after_many_small,
+    dict_filled_at_two_places, attribute_filled_by_two_methods, two_entries_of_a_dict, one_line_with_two_sites,
+)  # fmt: skip
+
+
 def nothing_grows(steps: int, step: Step) -> None:
     model, x, y = _model()
     optimizer = torch.optim.Adam(model.parameters())

@@ -16,6 +16,7 @@ from legroom.leak.process_counters import Counters
 from legroom.leak.record_files import (
     SCHEMA,
     CounterSample,
+    CreatedItems,
     HolderRecord,
     ProcessRecord,
     RecordWriter,
@@ -70,7 +71,7 @@ def test_a_holder_without_growth_of_the_pool_is_not_named(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "named"), [({}, 1), ({"existing": 2}, 0), ({"existing": 1, "created": [("a.py", 1)]}, 1)]
+    ("seen", "named"), [({}, 1), ({"existing": 2}, 0), ({"existing": 1, "created": [CreatedItems("a.py", 1)]}, 1)]
 )
 def test_items_that_had_been_made_before_are_not_named_for_a_pool_that_rises_and_falls(
     script: str, seen: dict[str, Any], named: int
@@ -88,7 +89,7 @@ def test_items_that_had_been_made_before_are_named_for_growth_that_no_other_expl
 ) -> None:
     holders = {
         0: _holder(script, 80 * KB, existing=3),
-        1: _holder(script, 40 * KB, 1, name="kept", word="kept", created=[(script, 3)]),
+        1: _holder(script, 40 * KB, 1, name="kept", word="kept", created=[CreatedItems(script, 3)]),
     }
     found = diagnose([_record(rate, holders=holders)]).sites
     assert sorted(str(site.holder) for site in found if site.holder) == named
@@ -192,6 +193,48 @@ def test_the_report_has_eighty_columns_and_groups_processes(script: str, monkeyp
     assert json.loads(json.dumps(found)) == found and found["sites"][0]["pids"] == [11, 12]
     page = leak_page(report)
     assert "train.py:3" in page and page.count("<svg") == 2 and "<script" not in page
+
+
+def test_the_kind_is_never_cut(script: str) -> None:
+    nodes = {"unit": "nodes", "item": {}, "graphs": 1, "item_type": "Tensor"}
+    text = report_lines(diagnose([_record(80 * KB, holders={0: _holder(script, 0, **nodes)})]), 80)
+    assert "autograd graph in RAM " in text[1] and max(map(len, text)) <= 80
+    narrow = report_lines(diagnose([_record(80 * KB, holders={0: _holder(script, 0, **nodes)})]), 74)
+    assert "…" not in "".join(line[22:] for line in narrow) and narrow[2].split() == ["in", "RAM"]
+
+
+TWO_LINES = "keep = []\nfor step in range(300):\n    loss = f(x)\n    keep.append(loss)\n    keep.append(ones(9))\n"
+
+
+@pytest.mark.parametrize(
+    ("created", "unknown", "named"),
+    [
+        ({3: 80, 5: 80 * KB}, 0, {5: "high"}),
+        ({3: 80 * KB, 5: 80}, 0, {4: "high"}),
+        ({3: 30 * KB, 5: 50 * KB}, 0, {4: "high", 5: "high"}),
+        ({3: 30 * KB, 5: 50 * KB}, 90 * KB, {(4, 5): "medium"}),  # most of it had been made before
+        ({1: 80 * KB}, 0, {(4, 5): "medium"}),  # by a line that leads to neither
+        ({}, 0, {(4, 5): "medium"}),
+    ],
+)
+def test_of_several_lines_those_that_add_the_bytes_are_named_or_all_without_preference(
+    tmp_path: Path, created: dict[int, int], unknown: int, named: dict[Any, str]
+) -> None:
+    (tmp_path / "train.py").write_text(TWO_LINES)
+    file = str(tmp_path / "train.py")
+    made = [CreatedItems(file, line, {"ram": size}) for line, size in created.items()]
+    before = [CreatedItems("", 0, {"ram": unknown})]
+    holder = _holder(file, 40 * KB, name="keep", word="keep", created=made, unknown=before)
+    holder.amounts = [(step, clock, 2 * (amount or 0)) for step, clock, amount in holder.amounts]
+    report = diagnose([_record(80 * KB, holders={0: holder})])
+    found: dict[Any, str] = {}
+    for site in report.sites:
+        numbers = tuple(line.line for line in site.lines)
+        found[numbers if site.share is None else numbers[0]] = site.certainty
+    assert found == named
+    assert sum(site.rate for site in report.sites) == pytest.approx(80 * KB, rel=0.02)
+    first = report_lines(report)[1][:22].rstrip()
+    assert first.endswith("train.py:4, 5" if (4, 5) in named else f"train.py:{max(named)}"), first
 
 
 def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.leak.lines_that_fill_containers import fill_lines, lines_for, passing_lines
+from legroom.leak.lines_that_fill_containers import fill_lines, line_that_added, lines_for, passing_lines
 
 SOURCE = """\
 history = []
@@ -78,3 +78,43 @@ def test_what_a_call_returns_is_not_a_part_of_it() -> None:
         lines_for("def f():\n    out = model(x)\n    out.append(1)\n    rows = []\n    rows.append(2)\n", "model") == []
     )
     assert lines_for("cache.setdefault(k, 1)\n", "cache") == [1]
+
+
+def test_only_lines_that_fill_that_entry_of_a_dict() -> None:
+    source = 'log["a"].append(1)\nlog["b"][0].append(2)\nlog.setdefault("a", []).append(3)\nlog[key].append(4)\n'
+    assert lines_for(source, "log") == [1, 2, 3, 4]
+    assert lines_for(source, "log", entry="a") == [1, 3, 4]
+    assert lines_for(source, "log", entry="b") == [2, 4]
+
+
+ADDED = """\
+loss = criterion(model(x), y)
+keep.append(loss)
+keep.append(torch.ones(
+    size,
+))
+big = [
+    make(),
+]
+for one in loader:
+    keep.append(one)
+    log.keep(big)
+class Log:
+    def name(self, text):
+        self.rows.append(text)
+    def keep(self, value):
+        part = value[0]
+        self.rows.append(part)
+    def both(self, first, second):
+        self.rows.append(first)
+        self.rows.append(second)
+log.both(make(), make())
+"""
+
+
+@pytest.mark.parametrize(
+    ("frames", "line"),
+    [([1], 2), ([4], 3), ([3], 3), ([9], 10), ([7], 17), ([16], 17), ([21], None), ([99, 4], 3), ([99], None), ([], None)],
+)  # fmt: skip
+def test_the_line_that_added_an_object_made_in_these_lines(frames: list[int], line: int | None) -> None:
+    assert line_that_added(ADDED, [2, 3, 10, 14, 17, 19, 20], frames) == line

@@ -109,3 +109,32 @@ def test_memory_mapped_by_a_library_is_native_too(record: Callable[[Any], LeakRe
 def test_graphs_and_tensors_are_told_apart(record: Callable[[Any], LeakReport]) -> None:
     (site,) = record(leaking_loops.sum_of_losses).sites
     assert site.kind == "graph" and site.holder == "total"
+
+
+@pytest.mark.parametrize("loop", leaking_loops.TWO_SITES, ids=lambda loop: loop.__name__)
+def test_of_several_lines_the_one_that_adds_the_bytes_is_named(loop: Any, record: Callable[[Any], LeakReport]) -> None:
+    """And no other: neither where it is kept, nor where it was made."""
+    report = record(loop)
+    (site,) = report.sites
+    assert site.line is not None and site.line.line == _line(loop), site
+    assert site.certainty == "high", site
+    assert report.processes[0].pools[0].explained == pytest.approx(1.0, abs=0.2)
+    source, first = inspect.getsourcelines(loop)
+    if made := [first + number for number, text in enumerate(source) if "# made" in text]:
+        assert site.created is not None and [site.created.line] == made
+
+
+def test_two_lines_that_add_as_much_are_two_rows(record: Callable[[Any], LeakReport]) -> None:
+    report = record(leaking_loops.two_lines_that_add_as_much)
+    first, second = report.sites
+    begin = leaking_loops.two_lines_that_add_as_much.__code__.co_firstlineno
+    assert {one.line.line - begin for one in (first, second) if one.line is not None} == {4, 5}
+    for one in (first, second):
+        assert one.share == pytest.approx(0.5, abs=0.1) and one.rate == pytest.approx(160 * 1024, rel=0.2)
+
+
+def test_graphs_and_plain_tensors_in_one_list_are_named_by_their_own_lines(record: Callable[[Any], LeakReport]) -> None:
+    found = {site.kind: site for site in record(leaking_loops.graphs_and_plain_tensors).sites}
+    begin = leaking_loops.graphs_and_plain_tensors.__code__.co_firstlineno
+    lines = {kind: site.line.line - begin for kind, site in found.items() if site.line is not None}
+    assert lines == {"graph": 5, "tensors": 6}, found

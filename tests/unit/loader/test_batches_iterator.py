@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -436,6 +437,20 @@ def test_names_and_lengths_are_checked(tmp_path: Path, monkeypatch: pytest.Monke
     data.close()
     with pytest.raises(UsageError, match="closed"):
         data.batches(4)
+
+
+def test_columns_of_text_and_lists_lead_to_a_dataset_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"text": ["a", "bc"], "y": [1, 2], "ids": [[1], [2, 3]]}
+    for name, held in (("all", columns), ("text", {"text": columns["text"]})):
+        pq.write_table(pa.table(held), tmp_path / f"{name}.parquet")
+        with legroom.open(tmp_path / f"{name}.parquet") as data, pytest.raises(UnsupportedData) as caught:
+            data.batches(2)
+        code = re.search(r"data\.dataset\(.*\)", " ".join(caught.value.fix))
+        assert code is not None and ("keys=['y']" in " ".join(caught.value.fix)) is (name == "all")
+        data = legroom.open(tmp_path / f"{name}.parquet")
+        assert len(eval(code[0])) == 2 and all("'" + one + "'" in code[0] for one in held)
+        assert "a" in eval(code[0])[0]
 
 
 def test_without_torch(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

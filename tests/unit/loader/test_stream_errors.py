@@ -129,7 +129,22 @@ def test_schemas_that_differ(tmp_path: Path) -> None:
         stream([tmp_path / "a.parquet", tmp_path / "b.parquet"])
     assert "double" in caught.value.why and "int64" in caught.value.why and "b.parquet" in caught.value.why
     with pytest.raises(MissingKey, match=r"c\.parquet has no 'x'"):
+        stream([tmp_path / "a.parquet", tmp_path / "c.parquet"], columns="x")
+
+
+def test_files_with_other_columns_and_no_columns_given(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"t": [1], "y": [3]}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"z": [1]}), tmp_path / "c.parquet")
+    with pytest.raises(UnsupportedData, match=r"b\.parquet has no 'x'") as caught:
+        stream([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    advice = " ".join(caught.value.fix)
+    assert "omit columns" not in advice and "columns=['y']" in advice and "a.parquet" in caught.value.why
+    batches = list(stream([tmp_path / "a.parquet", tmp_path / "b.parquet"], columns=["y"], format="numpy"))
+    assert [int(y) for batch in batches for y in batch["y"]] == [2, 3]
+    with pytest.raises(UnsupportedData) as caught:
         stream([tmp_path / "a.parquet", tmp_path / "c.parquet"])
+    assert "columns=[" not in " ".join(caught.value.fix)
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
@@ -239,3 +254,9 @@ def test_a_name_of_a_column_that_is_not_utf_8(tmp_path: Path, kind: str, column:
     for paths in (path, [good, path]):
         with pytest.raises(DamagedSource, match=path.name):
             list(stream(paths, batch_size=2, format="python"))
+
+
+def test_advice_about_a_filter_is_about_the_filter(path: Path) -> None:
+    with pytest.raises(MissingKey, match="has no 'prt'") as caught:
+        stream(path, filters=[("prt", "==", 1)])
+    assert "omit columns" not in " ".join(caught.value.fix) and "'part'" in " ".join(caught.value.fix)

@@ -507,6 +507,19 @@ def test_a_damaged_object_is_named_by_its_url(shm: Path) -> None:
     assert _work(shm) == []
 
 
+def test_advice_about_a_remote_file_names_a_file_on_this_machine(shm: Path) -> None:
+    """Its URL cannot be written to, nor read by pyarrow."""
+    with object_server(a__csv=b"x,y\n1,2\n3,4\n") as server:
+        with pytest.raises(errors.UnknownFormat) as caught:
+            legroom.open(server.url("a.csv"))
+        url = server.url("a.csv")
+    download, *rest = caught.value.fix
+    assert url in download and "as a.csv" in download
+    code = next(line for line in rest if "write_table" in line)
+    assert url not in code and "read_csv('a.csv')" in code and "'a.csv.parquet'" in code
+    assert url in caught.value.what
+
+
 def test_credentials_are_nowhere(
     shm: Path, npy: Encode, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

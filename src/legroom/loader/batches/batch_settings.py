@@ -17,7 +17,7 @@ kernel are compared in the first batches of a loop over scattered rows (choose_f
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +168,7 @@ def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, 
         raise UnsupportedData(
             say("these columns cannot be part of a batch: {names}", names=listed(refused)),
             why=joined(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),
-            fix=(_select_these(found) if found else _read_without_batches(next(iter(refused))),),
+            fix=(*([_select_these(found)] if found else []), *_read_without_batches(data, list(found), list(refused))),
         )
     _require_same_length(found)
     return found
@@ -244,8 +244,14 @@ def _select_these(names: Iterable[str]) -> str:
     return say("select the columns: keys=[{names}]", names=", ".join(map(repr, names)))
 
 
-def _read_without_batches(name: str) -> str:
-    return say("none of them has rows: read them without batches, as data[{name!r}]", name=name)
+def _read_without_batches(data: CachedData, found: Sequence[str], refused: Sequence[str]) -> Iterator[str]:
+    """How to read what cannot be part of a batch: text and lists row by row, scalars by their name."""
+    by_row = [name for name in refused if isinstance(data.rows_of(name), TableRows)]
+    if by_row:
+        code = f"data.dataset({', '.join(map(repr, (*found, *by_row)))})"
+        yield say("to read {names} too, use a dataset of rows: {code}", names=listed(by_row), code=code)
+    elif not found:
+        yield say("none of them has rows: read them without batches, as data[{name!r}]", name=refused[0])
 
 
 _KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate

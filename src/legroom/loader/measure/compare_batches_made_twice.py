@@ -51,7 +51,7 @@ def _made(dataset: str, collate: str | None, batch_size: int | None, timeout: fl
     except subprocess.TimeoutExpired:
         raise DatasetFailed(
             say("the dataset made no {count} batches within {seconds:.0f} s", count=BATCHES, seconds=timeout),
-            fix=(say("pass a longer --timeout"),),
+            fix=(say("give it more time: timeout={seconds:.0f}", seconds=2 * timeout),),
         ) from None
     if done.returncode:
         last = done.stderr.strip().splitlines()

@@ -60,7 +60,8 @@ def _expression(filters: Any, schema: Any, where: SourcePath) -> Any:
         raise _refused(filters, str(problem), schema) from problem
     for name in named:
         if name not in schema.names:
-            raise column_error(name, schema.names, where)
+            found = missing_key(name, schema.names, where)
+            raise MissingKey(found.what, why=found.why, fix=(*found.fix[:-1], say("filter by a column of the files")))
     try:
         return require("pyarrow.parquet", "parquet", "Parquet").filters_to_expression(filters)
     except Exception as problem:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from legroom.cache.downloads_in_store import temporary_file
 from legroom.cache.find_or_build_entry import not_a_path, source_paths
-from legroom.errors import SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
+from legroom.errors import LegroomError, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile, unreadable
@@ -132,7 +132,7 @@ def read_catalog(paths: Sequence[SourcePath], columns: str | Iterable[str] | Non
             names = _chosen(schema, columns, path)
             catalog = Catalog((), (), _schema_of(schema, names), read_filter(filters, schema, path))
             needed = _schema_of(schema, catalog.read_columns)
-        _require_same(needed, paths[0], schema, path)
+        _require_same(needed, paths[0], schema, path, given=columns is not None)
         files.append(file)
         groups += [RowGroup(number, index, rows) for index, rows in enumerate(counts) if rows]
     assert catalog is not None  # there is at least one path
@@ -203,10 +203,10 @@ def _schema_of(schema: Any, names: Iterable[str]) -> Any:
     return make([schema.field(name).remove_metadata().with_nullable(True) for name in names])
 
 
-def _require_same(needed: Any, origin: SourcePath, schema: Any, path: SourcePath) -> None:
+def _require_same(needed: Any, origin: SourcePath, schema: Any, path: SourcePath, *, given: bool) -> None:
     for field in needed:
         if field.name not in schema.names:
-            raise column_error(field.name, schema.names, path)
+            raise _lacks(field.name, needed, origin, schema, path, given=given)
         here = schema.field(field.name).type
         if here != field.type:
             raise UnsupportedData(
@@ -217,6 +217,21 @@ def _require_same(needed: Any, origin: SourcePath, schema: Any, path: SourcePath
                 ),
                 fix=(say("write the files with one schema"), say("or omit the column: columns=[…]")),
             )  # fmt: skip
+
+
+def _lacks(name: str, needed: Any, origin: SourcePath, schema: Any, path: SourcePath, *, given: bool) -> LegroomError:
+    """The error for a file without a column: one that was asked for, or that the first file has."""
+    if given:
+        return column_error(name, schema.names, path)
+    common = [one for one in needed.names if one in schema.names]
+    return UnsupportedData(
+        say("the files have different columns: {path} has no {name!r}", path=path, name=name),
+        why=say("{origin} has it; without columns= all columns of the first file are read", origin=origin),
+        fix=(
+            say("stream them separately"),
+            *([say("or read columns that all of them have: columns={names}", names=common)] if common else []),
+        ),
+    )
 
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
