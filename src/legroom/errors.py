@@ -17,6 +17,7 @@
     │   ├── Unpicklable                unpicklable
     │   ├── BadArgument                bad-argument
     │   ├── BadArgumentType            bad-argument-type
+    │   ├── BatchSizeNeeded            batch-size-needed
     │   ├── BadLimit                   bad-limit
     │   ├── ShareMismatch              share-mismatch
     │   └── ShareUnsupported           share-unsupported
@@ -219,6 +220,12 @@ class BadArgumentType(UsageError, TypeError):
     """An argument of a wrong type; a TypeError, as in torch."""
 
     code = "bad-argument-type"
+
+
+class BatchSizeNeeded(UsageError):
+    """The batch size is neither given nor a setting of a DataLoader."""
+
+    code = "batch-size-needed"
 
 
 class BadLimit(UsageError, ValueError):

@@ -126,7 +126,7 @@ _OPTIONS = (
                  help="num_workers of a validation DataLoader that exists at the same time (with --batch). Default: "
                       "no validation DataLoader."),
     click.option("--val-batch", **_COUNT_OF_1,
-                 help="Batch size of the validation DataLoader (with --val-workers).  [default: same as --batch]"),
+                 help="Batch size of the validation DataLoader (with --val-workers). Default: same as --batch."),
     click.option("--ranks", **_COUNT_OF_1, default=1, help="Ranks (training processes) per job on this machine."),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "

@@ -124,5 +124,5 @@ def test_texts() -> None:
     assert "critical: /dev/shm is full [shm-full]" in doctor_text([sick, well, lost])
     entry = {"sources": ["s3://b/k"], "key": "a" * 32, "bytes": 5}
     some = NodeAnswer("a", "10.0.0.9", "ok", {"entries": [entry]})
-    assert "on 1 of 3 nodes: 10.0.0.9" in list_text([some, well, lost]) and "on all 1 nodes" in list_text([some])
+    assert "on 1 of 3 nodes: 10.0.0.9" in list_text([some, well, lost]) and "on the only node" in list_text([some])
     assert "removed 0" in drop_text([well, lost])

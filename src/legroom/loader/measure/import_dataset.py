@@ -19,7 +19,7 @@ from inspect import Parameter, ismodule, signature
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from legroom.errors import DatasetFailed, LegroomError, MissingKey, UsageError
+from legroom.errors import BatchSizeNeeded, DatasetFailed, LegroomError, MissingKey, UsageError
 from legroom.loader.measure.dataloader_trial import traceback_tail
 from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import require
@@ -263,10 +263,6 @@ def _own_sampler(loader: Any) -> Any:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length(loader.dataset):
         return None
     return sampler
-
-
-class BatchSizeNeeded(UsageError):
-    """Neither given, nor a setting of a DataLoader."""
 
 
 def chosen_batch_size(given: int | None, settings: Mapping[str, Any] | None) -> int:

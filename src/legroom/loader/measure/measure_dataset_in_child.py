@@ -22,18 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
+from legroom.errors import BatchSizeNeeded, DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
 from legroom.loader.measure import memory_guard_script
 from legroom.loader.measure.dataloader_throughput import run_loader
 from legroom.loader.measure.dataloader_trial import prefer_kill, traceback_tail
 from legroom.loader.measure.dataset_bytes_and_seconds import FIX, measure
-from legroom.loader.measure.import_dataset import (
-    BatchSizeNeeded,
-    CannotImport,
-    chosen_batch_size,
-    find_dataset,
-    split_name,
-)  # fmt: skip
+from legroom.loader.measure.import_dataset import CannotImport, chosen_batch_size, find_dataset, split_name  # fmt: skip
 from legroom.loader.measure.start_memory_guard import (
     GuardedRun,
     child_environment,
