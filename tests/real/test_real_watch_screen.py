@@ -96,7 +96,7 @@ def test_it_draws_and_leaves_by_key(leave: bytes, tmp_path: Path) -> None:
         screen.type(leave)
         assert screen.ends() == 0
         assert b"\x1b[?1049l" in screen.seen and b"Traceback" not in screen.seen  # the screen from before is back
-        assert b"plot written to " in screen.seen.split(b"\x1b[?1049l")[1]
+        assert b"plot written to" in screen.seen.split(b"\x1b[?1049l")[1]
     assert log.read_bytes().endswith(b"\n") and plot.exists()
 
 
