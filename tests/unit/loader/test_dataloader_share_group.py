@@ -152,11 +152,11 @@ def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
 
     monkeypatch.setattr(PrivateSlots, "open", count)
     group = make(Noise(6_000, floats=400), num_workers=1)
-    expected = reference(group.loader(), 3)
-    group.start(3)
+    expected = reference(group.loader(), 8)
+    group.start(8)
     group.await_producer()
     loader, kept, epochs = group.loader(), [], 0
-    while epochs < 3 and max(opened.values(), default=0) <= 100:  # on a busy machine it makes many batches itself
+    while epochs < 8 and max(opened.values(), default=0) <= 100:  # on a busy machine it makes many batches itself
         for number, batch in enumerate(loader, 1500 * epochs):
             assert share_data.line(epochs, number % 1500, batch) == expected[number]
             if number % 40 == 0:
