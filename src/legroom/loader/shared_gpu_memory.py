@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from legroom.cache import list_gpu_copies, locks
 from legroom.cache.list_gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all, holders
 from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused
 from legroom.messages import say
-from legroom.system.processes_and_threads import start_daemon_thread
+from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once
 from legroom.system.unix_sockets import FOLDER_FLAGS, listen, open_private_folder, require_same_user, unlink
 
 __all__ = ["FOLDER", "Allocator", "SharedCopy", "holders", "share"]
@@ -235,7 +234,8 @@ class _Server:
         finally:
             os.close(folder)
         self._listening = listening
-        if start_daemon_thread(partial(self._serve, listening), "legroom-gpu-copies") is None:
+        # Not waited for: a process that asks before the thread runs waits in the socket's queue.
+        if not (room_for_threads(1) and start_thread_at_once(self._serve, listening)):
             self._stop()  # the copies are used here and not handed on
 
     def _serve(self, listening: socket.socket) -> None:

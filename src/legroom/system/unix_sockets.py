@@ -21,8 +21,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 def open_private_folder(path: Path) -> int:
     """A descriptor of the folder, which is made if it is missing; PermissionError if others may use it."""
-    path.mkdir(0o700, exist_ok=True)
-    folder = os.open(path, FOLDER_FLAGS)
+    try:
+        folder = os.open(path, FOLDER_FLAGS)
+    except FileNotFoundError:
+        path.mkdir(0o700, exist_ok=True)
+        folder = os.open(path, FOLDER_FLAGS)
     stats = os.fstat(folder)
     if stats.st_uid != os.geteuid() or stats.st_mode & 0o077:
         os.close(folder)

@@ -49,16 +49,22 @@ class ResidentGatherer:
         rows: Mapping[str, RowLayout],
         uses: Mapping[str, ResourceUse[ResidentColumn] | None],
         columns: Mapping[str, NDArray],
-        why: str,
     ) -> None:
-        self.why = why
         self._driver, self._rows, self._uses = driver, dict(rows), dict(uses)
         self._columns = dict(columns)  # they keep the entry in the cache
         self._order = EpochOrder(driver, several_streams=True)
         self._kernels: dict[str, ColumnGather] | None = None
         self._gathered = 0
+        self._why: str | None = None
         self._pid = os.getpid()
         self._open = True
+
+    @property
+    def why(self) -> str:
+        """Made when it is read: words take a twentieth of the time of attaching."""
+        if self._why is None:
+            self._why = _why([use.resource for use in self._uses.values() if use is not None])
+        return self._why
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
         """The batch of these rows, gathered on the current stream."""
@@ -97,6 +103,7 @@ class ResidentGatherer:
         if not self._open or self._pid != os.getpid():
             return
         self._open = False
+        self._why = self.why  # of what is released now
         self._driver.synchronize()
         self._order.drop()
         for use in self._uses.values():
@@ -155,7 +162,7 @@ def open_resident(
             if use is not None:
                 use.release()
         raise
-    return ResidentGatherer(driver, rows, uses, columns, _why([use.resource for use in uses.values() if use]))
+    return ResidentGatherer(driver, rows, uses, columns)
 
 
 def _why(columns: list[ResidentColumn]) -> str:
