@@ -18,7 +18,7 @@ import h5py
 
 from cache_rig import CHILD, ROW, Bench, Measured, preload
 from formats import by_legroom, images, write
-from legroom.cache.mmap_huge_pages_crc32 import HugePages
+from legroom.cache.mapped_files_and_checksums import HugePages
 from legroom.formats.decompress_deflate import inflate
 from legroom.system.processes_and_threads import usable_cpus
 from measure import Row, alternate, best, settle, spreads, timed, warm

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
+from legroom.advice.zero_and_deepspeed import Shape, zero_rows
 from legroom.errors import MissingPackage, UsageError
 from legroom.messages import either
 from legroom.units import format_size

@@ -43,8 +43,7 @@ if "threading" in sys.modules:
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from legroom import gpu, leak
-    from legroom.cache.freeze_dataset_attributes import freeze_dataset
-    from legroom.cache.freeze_list_or_dict import freeze
+    from legroom.cache.freeze import freeze, freeze_dataset
     from legroom.errors import LegroomError
     from legroom.loader.batches.legroom_open import Data, open
     from legroom.loader.dataloader.collate import collate
@@ -92,8 +91,8 @@ _HOMES = {
     "check": "legroom.loader.legroom_check",
     "plan": "legroom.loader.legroom_plan",
     "available": "legroom.probe.legroom_available",
-    "freeze": "legroom.cache.freeze_list_or_dict",
-    "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
+    "freeze": "legroom.cache.freeze",
+    "freeze_dataset": "legroom.cache.freeze",
     "Machine": "legroom.records.machine",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from legroom.integrations.guard.epoch_memory_log import epoch_lines, memory_snapshot  # noqa: E402
+from legroom.integrations.guard import epoch_lines, memory_snapshot  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 MB = 1 << 20

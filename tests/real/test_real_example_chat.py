@@ -429,7 +429,7 @@ def test_bad_flags_and_files(trainings: Trainings, uninterrupted: dict[str, Path
 
 
 def test_the_files_for_zero_are_what_tune_writes() -> None:
-    from legroom.advice.zero_memory_and_deepspeed_config import emit_training
+    from legroom.advice.zero_and_deepspeed import emit_training
     from legroom.records.settings_and_overrides import Settings
 
     settings = Settings(batch_size=32, accumulation=2, ranks=3, threads=1)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import rigs
 
-from legroom.advice.memory_need_of_loaders_and_processes import batch_pages, need
+from legroom.advice.memory_need import batch_pages, need
 from legroom.records.workload import PlannedLoader, Workload
 
 pytest.importorskip("torch")

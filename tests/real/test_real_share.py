@@ -23,7 +23,7 @@ from torch_memory import beside_torch
 
 pytest.importorskip("torch")
 MB = 1 << 20
-ROOM = 11  # batches: what must stay free, see advice/memory_need_of_loaders_and_processes.py
+ROOM = 11  # batches: what must stay free, see advice/memory_need.py
 PLAYER = [sys.executable, str(Path(__file__).parent / "share_player.py"), "24"]  # and seconds
 STRANGER = """
 import os, socket, sys

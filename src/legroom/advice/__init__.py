@@ -1,16 +1,15 @@
 """Decisions about memory: pure functions of records; nothing here reads the machine.
 
-findings                              findings: descriptors, disk, CPU quota, GPUs, RAM, swap; all of them in order
-findings_shm                          findings about /dev/shm
-findings_copy_on_write                whether forked workers copy the dataset, and what to do about it
-fix_commands                          fixes for a finding in this environment: what to type, and how to verify it
-job_settings_to_workload              arguments of a job, checked: DataLoader settings, ranks, model; bytes per batch
-memory_need_of_loaders_and_processes  what a workload needs of each memory pool, predicted or measured in a trial run
-fit_on_machine                        whether a need fits; what is given up until settings fit; sizes for /dev/shm
-plan_jobs_per_gpu                     the need of N jobs per GPU: sizes, a table, how many fit
-config_snippets_for_shm_size          a size of /dev/shm as docker, compose, kubernetes, slurm or fstab configuration
-safe_settings_for_doctor              DataLoader settings that fit without knowing the dataset
-choose_tuned_settings                 DataLoader settings for a measured dataset: presets, speed, which is fast enough
-complete_and_explain_tuned_settings   the complete settings record, one reason per setting, further options
-zero_memory_and_deepspeed_config      ZeRO memory, and DeepSpeed and accelerate configuration files
+findings                      findings: descriptors, disk, CPU quota, GPUs, RAM, swap; all of them in order
+findings_shm                  findings about /dev/shm
+findings_copy_on_write        whether forked workers copy the dataset, and what to do about it
+fix_commands                  fixes for a finding in this environment: what to type, and how to verify it
+job_settings_to_workload      arguments of a job, checked: DataLoader settings, ranks, model; bytes per batch
+memory_need                   what a workload needs of each memory pool, predicted or measured in a trial run
+fit_on_machine                whether a need fits; what is given up until settings fit; sizes for /dev/shm
+plan_jobs_per_gpu             the need of N jobs per GPU: sizes, a table, how many fit
+config_snippets_for_shm_size  a size of /dev/shm as docker, compose, kubernetes, slurm or fstab configuration
+choose_settings               settings that fit without knowing the dataset (doctor), or for a measured one (tune)
+explain_settings              the complete settings record, one reason per setting, further options
+zero_and_deepspeed            ZeRO memory, and DeepSpeed and accelerate configuration files
 """

@@ -13,7 +13,7 @@ from legroom.advice.fix_commands import (
     remove_leftovers,
     use_less_shm,
 )
-from legroom.advice.memory_need_of_loaders_and_processes import batches_in_flight
+from legroom.advice.memory_need import batches_in_flight
 from legroom.messages import joined, listed, phrase, say
 from legroom.records.finding_and_alarm import Finding
 from legroom.records.machine import Machine

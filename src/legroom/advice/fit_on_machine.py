@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
-from legroom.advice.memory_need_of_loaders_and_processes import PAGE, free_amount, need
+from legroom.advice.memory_need import PAGE, free_amount, need
 from legroom.errors import UsageError
 from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings

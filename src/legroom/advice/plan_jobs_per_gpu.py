@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from legroom.advice.fit_on_machine import advise, fit
 from legroom.advice.fix_commands import SHM_SHARE, enlarge_shm
-from legroom.advice.memory_need_of_loaders_and_processes import need
+from legroom.advice.memory_need import need
 from legroom.messages import phrase, say
 from legroom.records.machine import Machine
 from legroom.records.workload import Need, Plan, PlanRow, ShmSizes, Workload

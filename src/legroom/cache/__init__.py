@@ -9,35 +9,31 @@ Open and find:
 
 Build:
     elect_builder_and_publish  one process builds, the others wait; publish the entry
-    plan_entry_files           which files to write, and where their bytes lie in the sources
-    join_sources               several sources as one dataset; refuses sources that do not match
+    plan_entry_files           which files to write, and where their bytes lie; several sources joined as one dataset
     write_entry_files          hash, allocate, copy or decode in threads; progress
     download                   a remote object as a file that fills while it is read; resume
     downloads_in_store         downloads in a store: where they are, who works on them, their room
     staging_directory          a builder's private directory: lock, reserve, allocate, seal, publish
 
 Frozen objects:
-    freeze_list_or_dict          ``legroom.freeze``: find or build the entry of a list or dict of Python objects
-    freeze_dataset_attributes    ``legroom.freeze_dataset``: the large attributes of a dataset, frozen in place
+    freeze                       ``legroom.freeze``, ``legroom.freeze_dataset``: the entry of Python objects
     frozen_sequence_and_mapping  the views: a Sequence and a Mapping on the shared copy
     frozen_encoding              Python objects as bytes and back, type by type
     frozen_writer                encode containers piece by piece into the entry's arrays
 
 Stores and entries:
-    store_directories                   which directories are stores; open them; the store's lock; trash and leftovers
-    locks                               flock between processes
-    mmap_huge_pages_crc32               mmap copy-on-write, huge pages, NUMA nodes; read and write at an offset, CRC-32
-    store_free_space                    how much still fits: file system, inodes, memory, cgroups, reservations
-    manifest                            what an entry holds: keys, manifest.json, .npy headers
-    file_stamps                         stamps of a file, and of all files below a directory
-    source_stamps_and_digests           which data a path stands for: file stamps and digests
-    remembered_source_digests           the digest remembered for each source
-    remote_version_asked_once_a_minute  the version of a remote object, asked at most once a minute
+    store_directories           which directories are stores; open them; the store's lock; trash and leftovers
+    locks                       flock between processes
+    mapped_files_and_checksums  mmap copy-on-write, huge pages, NUMA nodes; read and write at an offset, CRC-32
+    store_free_space            how much still fits: file system, inodes, memory, cgroups, reservations
+    manifest                    what an entry holds: keys, manifest.json, .npy headers
+    file_stamps                 stamps of a file, and of all files below a directory
+    source_stamps_and_digests   which data a path stands for: file stamps and digests
+    remembered_sources          the digest of each source, and for a minute the version of a remote object
 
 Commands:
-    list_and_verify  ``legroom cache list``, ``info`` and ``verify``
+    list_and_verify  ``legroom cache list``, ``info`` and ``verify``; which entries are stale
     drop_and_gc      ``legroom cache drop`` and ``gc``
-    stale_entries    whether an entry's file has other content now, and no other file has the old one
     list_gpu_copies  which processes have copies in GPU memory
     eviction         remove unused entries, least recently used first
 """

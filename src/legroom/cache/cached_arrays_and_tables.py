@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
+from legroom.cache.mapped_files_and_checksums import MappedFile, Prefault
 from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key, not_a_name
 from legroom.formats.file_reads_and_errors import invalid_text

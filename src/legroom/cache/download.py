@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from legroom.cache import mmap_huge_pages_crc32
-from legroom.cache.mmap_huge_pages_crc32 import read_at, write_all
+from legroom.cache import mapped_files_and_checksums
+from legroom.cache.mapped_files_and_checksums import read_at, write_all
 from legroom.errors import LegroomError, RemoteError
 from legroom.remote.object_store import CONNECTIONS, BufferSink, RemoteObject
-from legroom.remote.object_url import ObjectUrl
-from legroom.remote.object_version import ObjectStamp
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl
 from legroom.system.processes_and_threads import lower_thread_priority, start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
@@ -143,9 +142,9 @@ class Download:
         read_at(self._file, head, start)
         rest = range(first + 1, len(self._state))
         sizes = (min(PIECE, self.size - number * PIECE) for number in rest)
-        return mmap_huge_pages_crc32.combined(
+        return mapped_files_and_checksums.combined(
             [
-                (mmap_huge_pages_crc32.crc32()(head), len(head)),
+                (mapped_files_and_checksums.crc32()(head), len(head)),
                 *((self._checksums[number], size) for number, size in zip(rest, sizes, strict=True)),
             ]
         )
@@ -401,7 +400,7 @@ class Download:
     def _compare(self, first: int, last: int) -> None:
         """Compare pieces of an earlier attempt with their checksums. Those that differ are fetched."""
         assert self.size is not None
-        crc = mmap_huge_pages_crc32.crc32()
+        crc = mapped_files_and_checksums.crc32()
         for number in range(first, last):
             start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
             buffer = memoryview(bytearray(end - start))
@@ -413,7 +412,7 @@ class Download:
     def _compare_all(self) -> None:
         """Compare the pieces of an earlier attempt. Those that differ are missing."""
         assert self.size is not None
-        crc = mmap_huge_pages_crc32.crc32()
+        crc = mapped_files_and_checksums.crc32()
         for number, checksum in self._checksums.items():
             start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
             buffer = memoryview(bytearray(end - start))
@@ -423,7 +422,7 @@ class Download:
 
     def _write(self, number: int, data: memoryview) -> None:
         write_all(self._file, data, number * PIECE)
-        self._checksums[number] = crc = mmap_huge_pages_crc32.crc32()(data)
+        self._checksums[number] = crc = mapped_files_and_checksums.crc32()(data)
         head = struct.pack("<QI", number, crc)
         os.write(self._journal, head + struct.pack("<I", zlib.crc32(head)))  # after the data, in one call
 

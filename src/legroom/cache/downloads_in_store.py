@@ -39,8 +39,7 @@ from legroom.errors import (
 )
 from legroom.formats.file_reads_and_errors import arriving
 from legroom.messages import say
-from legroom.remote.object_url import ObjectUrl
-from legroom.remote.object_version import ObjectStamp
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl
 
 _POLL = 0.05
 _USELESS = (DamagedSource, SourceChanged, TransferDamaged, UnknownFormat, UnsupportedData)

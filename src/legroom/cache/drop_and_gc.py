@@ -11,12 +11,19 @@ import os
 import stat
 import time
 
-from legroom.cache import eviction, locks, remembered_source_digests, store_free_space
+from legroom.cache import eviction, locks, remembered_sources, store_free_space
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
 from legroom.cache.lease_and_map_entry import entry_exists
-from legroom.cache.list_and_verify import What, entry_users, find_keys, manifest_of, not_loaded_error, read_entry
+from legroom.cache.list_and_verify import (
+    SourceMatcher,
+    What,
+    entry_users,
+    find_keys,
+    manifest_of,
+    not_loaded_error,
+    read_entry,
+)
 from legroom.cache.manifest import Manifest, is_key
-from legroom.cache.stale_entries import SourceMatcher
 from legroom.cache.store_directories import (
     STORE_LOCK,
     Store,
@@ -104,13 +111,13 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> int:
     Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
-        scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_source_digests.TEMPORARY)]
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_sources.TEMPORARY)]
         left = [leftovers(store), leftovers_outside_work(store)]
         if not dry_run:
             for some in left:
                 delete_leftovers(store, some)
             _clear_records(store)
-            remembered_source_digests.clear_samples(store)
+            remembered_sources.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
         return sum(map(len, left)) + len(scratch)
@@ -206,8 +213,8 @@ def _clear_records(store: Store) -> None:
         try:
             record = (
                 None
-                if name.startswith(remembered_source_digests.TEMPORARY)
-                else remembered_source_digests.read_record_named(store, name)
+                if name.startswith(remembered_sources.TEMPORARY)
+                else remembered_sources.read_record_named(store, name)
             )
         except OSError:
             continue  # it may be a record

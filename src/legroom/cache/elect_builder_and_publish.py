@@ -24,7 +24,7 @@ from legroom.cache import (
     downloads_in_store,
     locks,
     manifest,
-    remembered_source_digests,
+    remembered_sources,
     source_stamps_and_digests,
     store_free_space,
 )
@@ -78,8 +78,7 @@ from legroom.errors import (
 from legroom.formats.detect import open_source
 from legroom.messages import say
 from legroom.records.finding_and_alarm import Finding
-from legroom.remote.object_url import ObjectUrl, SourcePath
-from legroom.remote.object_version import ObjectStamp
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
 from legroom.version import VERSION
 
 # A lock file cannot be created: no inode or block left, or the store has become read-only.
@@ -278,7 +277,7 @@ def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None
             continue
         if found.manifest.source_bytes == files[0].size:
             with suppress(OSError):
-                remembered_source_digests.write_record(store, asked.source, {"md5": digest}, time.time_ns())
+                remembered_sources.write_record(store, asked.source, {"md5": digest}, time.time_ns())
             return found
         found.lease.release() if found.lease is not None else None
     return None
@@ -310,7 +309,7 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked, remote = job.asked, job.asked.source.is_remote
     for store in stores.found:
-        record = remembered_source_digests.read_record(store, asked.source)
+        record = remembered_sources.read_record(store, asked.source)
         # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
         if record is not None and same and record.is_trusted(asked.when_ns):
@@ -343,7 +342,7 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
 def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(remembered_source_digests.may_hold(store, *wanted) for store in stores.found)
+    return any(remembered_sources.may_hold(store, *wanted) for store in stores.found)
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
@@ -424,8 +423,8 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
     step("record")
     try:
         if job.sample:
-            remembered_source_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
-        remembered_source_digests.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
+            remembered_sources.note_sample(store, job.algorithm, job.source.size, job.sample, key)
+        remembered_sources.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
     except OSError as problem:
         log.warning(
             "%s",

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, overload
 
 from legroom.errors import UnreadableSource
-from legroom.formats.file_reads_and_errors import require_regular, unreadable
-from legroom.formats.refuse_changed_folder_files import (
+from legroom.formats.file_reads_and_errors import (
     distinct_size,
     latest_times,
     pack_fields,
     packed_stamp,
+    require_regular,
     unpacked_stamp,
+    unreadable,
 )
 from legroom.messages import say
-from legroom.remote.object_url import ObjectUrl, SourcePath
-from legroom.remote.object_version import ObjectStamp
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
 from legroom.system.lazy_and_optional_imports import import_lock
 
 _MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names

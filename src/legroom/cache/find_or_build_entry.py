@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from legroom.cache import locks, remembered_source_digests, source_stamps_and_digests
+from legroom.cache import locks, remembered_sources, source_stamps_and_digests
 from legroom.cache.cached_arrays_and_tables import CachedData, DataContents, ragged_of
 from legroom.cache.lease_and_map_entry import (
     Attached,
@@ -29,7 +29,7 @@ from legroom.cache.lease_and_map_entry import (
     read_manifest,
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
-from legroom.cache.mmap_huge_pages_crc32 import Prefault
+from legroom.cache.mapped_files_and_checksums import Prefault
 from legroom.cache.source_stamps_and_digests import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
@@ -47,7 +47,7 @@ from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, Unrea
 from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, listed, say
-from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
+from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.argument_checks import check_path
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
@@ -300,7 +300,7 @@ def remember_versions(source: Source) -> None:
     """Note in the store which versions of remote objects were seen, and when."""
     for path in source.paths:
         if isinstance(path, ObjectUrl):
-            lazy_import("legroom.cache.remote_version_asked_once_a_minute").remember(path)
+            lazy_import("legroom.cache.remembered_sources").remember(path)
 
 
 def _uncached() -> Any:
@@ -365,7 +365,7 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
     for store in existing_stores():
         if not request.wants(store):
             continue
-        record = remembered_source_digests.read_record(store, source)
+        record = remembered_sources.read_record(store, source)
         if record is None or not record.is_trusted(asked_ns):
             continue
         readers = _installed(record.readers)
@@ -385,7 +385,7 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
         return None
     source, asked_ns = source_stamps_and_digests.stamp_source(request.paths), time.time_ns()
     for store in existing_stores():
-        record = remembered_source_digests.read_record(store, source) if request.wants(store) else None
+        record = remembered_sources.read_record(store, source) if request.wants(store) else None
         if record is None or not record.is_trusted(asked_ns):
             continue
         readers = _installed(record.readers)

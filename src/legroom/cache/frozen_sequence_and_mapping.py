@@ -235,7 +235,7 @@ def _rebuild(origin: Any, number: int, rows: range | None) -> FrozenSequence | F
         arrays, entry = origin
         contents = FrozenContents(arrays, entry, None)
     else:
-        contents = lazy_import("legroom.cache.freeze_list_or_dict").attach_frozen(*origin)
+        contents = lazy_import("legroom.cache.freeze").attach_frozen(*origin)
     view = contents.view(number)
     if isinstance(view, FrozenSequence) and rows is not None:
         view._rows = rows

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import mmap_huge_pages_crc32
+from legroom.cache import mapped_files_and_checksums
 from legroom.cache.frozen_encoding import ENCODING, LARGE_ARRAY, Encoder, check_keys
 from legroom.cache.frozen_sequence_and_mapping import ARRAYS, DICT, LIST, TUPLE, build_index
 from legroom.cache.manifest import Array, file_name, npy_header, stamp_of
@@ -99,7 +99,7 @@ class FileOutputs(Outputs):
         if self._total > self._staging.need.nbytes - (1 << 16):
             self._staging.reserve_more(self._total + self._total // 4 + (64 << 20))
         self._staging.check_capacity(size)
-        mmap_huge_pages_crc32.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
+        mapped_files_and_checksums.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
 
     def sealed(self, written: Written) -> tuple[Array, ...]:
         """Write the headers and make the files read-only."""
@@ -109,12 +109,12 @@ class FileOutputs(Outputs):
             shape = (written.sizes[part] // kind.itemsize,)
             header = npy_header(shape, kind)
             assert len(header) == _HEADER
-            mmap_huge_pages_crc32.write_all(self._fds[part], memoryview(header), 0)
+            mapped_files_and_checksums.write_all(self._fds[part], memoryview(header), 0)
         self.__exit__()  # nothing changes the files' times from here on
         for part, dtype in ARRAYS.items():
             kind = np.dtype(dtype)
             stamp = stamp_of(self._staging.seal(self._names[part]))
-            crc = mmap_huge_pages_crc32.hex_digits(written.crcs[part])
+            crc = mapped_files_and_checksums.hex_digits(written.crcs[part])
             found.append(Array(part, self._names[part], (written.sizes[part] // kind.itemsize,), kind, crc, stamp))
         return tuple(found)
 
@@ -130,7 +130,7 @@ class _Streams:
 
     def __init__(self, outputs: Outputs) -> None:
         self._outputs = outputs
-        self._crc32 = mmap_huge_pages_crc32.crc32()
+        self._crc32 = mapped_files_and_checksums.crc32()
         self._hashers = {part: hashlib.sha1(usedforsecurity=False) for part in ARRAYS}  # twice as fast as md5
         self._crcs = dict.fromkeys(ARRAYS, 0)
         self.sizes = dict.fromkeys(ARRAYS, 0)

@@ -23,14 +23,14 @@ import numpy as np
 from legroom.cache import locks, manifest
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, Table, from_json
-from legroom.cache.mmap_huge_pages_crc32 import MappedFile
+from legroom.cache.mapped_files_and_checksums import MappedFile
 from legroom.cache.store_directories import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
 from legroom.formats.base_reader import ArraySpec, TableSpec
 from legroom.messages import say
 from legroom.records.cache_entry import Entry, EntryArray, EntryTable, EntryUser
 from legroom.records.finding_and_alarm import Finding
-from legroom.remote.object_url import is_url
+from legroom.remote.remote_object import is_url
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MOST_MANIFEST = 256 << 20

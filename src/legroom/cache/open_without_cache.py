@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import mmap_huge_pages_crc32
+from legroom.cache import mapped_files_and_checksums
 from legroom.cache.cached_arrays_and_tables import DataContents, ragged_of
 from legroom.cache.lease_and_map_entry import array_view, arrays_of, tables_of
-from legroom.cache.mmap_huge_pages_crc32 import MappedFile
+from legroom.cache.mapped_files_and_checksums import MappedFile
 from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, plan_files
 from legroom.cache.source_stamps_and_digests import source_changed_error, source_gone_error
 from legroom.cache.store_free_space import decoding_memory
@@ -26,7 +26,7 @@ from legroom.formats.file_reads_and_errors import arriving, unreadable
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records.cache_entry import Entry
-from legroom.remote.object_url import ObjectUrl, SourcePath
+from legroom.remote.remote_object import ObjectUrl, SourcePath
 from legroom.system.lazy_and_optional_imports import import_lock
 
 NDArray = np.ndarray[Any, Any]
@@ -127,7 +127,9 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
         mapped = MappedFile(fd, length, offset=start)
         array = array_view(mapped, spec.shape, spec.dtype, extent.offset - start)
         if extent.checksum is not None:  # read once and compare, as numpy does
-            check_source_checksum(extent, spec.name, [(mmap_huge_pages_crc32.crc32()(bytes_of(array)), extent.nbytes)])
+            check_source_checksum(
+                extent, spec.name, [(mapped_files_and_checksums.crc32()(bytes_of(array)), extent.nbytes)]
+            )
         return array
     except OSError as problem:
         raise unreadable(extent.path, problem) from problem

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
-from legroom.cache.mmap_huge_pages_crc32 import read_at, write_back
+from legroom.cache.mapped_files_and_checksums import read_at, write_back
 from legroom.errors import (
     MissingPackage,
     NoSuchObject,
@@ -36,8 +36,7 @@ from legroom.errors import (
 from legroom.formats.base_reader import BaseReader, Description, Lookup
 from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import say
-from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
-from legroom.remote.object_version import ObjectStamp
+from legroom.remote.remote_object import BOUND, ObjectStamp, ObjectUrl, SourcePath
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
@@ -117,7 +116,7 @@ def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
     folders: list[StampedFile] = []
     for path, name in zip(paths, shard_names(paths), strict=True):
         if isinstance(path, ObjectUrl):
-            stamp = lazy_import("legroom.cache.remote_version_asked_once_a_minute").version_of(path, ask=ask)
+            stamp = lazy_import("legroom.cache.remembered_sources").version_of(path, ask=ask)
             files.append(StampedFile(name or path.name, path, stamp))
         elif is_folder(path):
             below = stamp_folder(path, name, folders)
@@ -280,7 +279,7 @@ def same_lookup(lookup: Lookup) -> bool:
         megatron = lazy_import("legroom.formats.megatron_reader")
         return bool(megatron.look_beside(lookup.holder).found == lookup.found)
     with import_lock:
-        from legroom.formats.hdf5_external_files import look_up
+        from legroom.formats.hdf5_find_datasets import look_up
 
     return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from legroom.cache import eviction, locks, store_free_space
 from legroom.cache.eviction import evict_until_fits
 from legroom.cache.locks import Lock
-from legroom.cache.mmap_huge_pages_crc32 import HugePages, write_all
+from legroom.cache.mapped_files_and_checksums import HugePages, write_all
 from legroom.cache.store_directories import (
     BUILDING,
     LOCK,

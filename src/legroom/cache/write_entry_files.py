@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from legroom.cache import mmap_huge_pages_crc32, source_stamps_and_digests
+from legroom.cache import mapped_files_and_checksums, source_stamps_and_digests
 from legroom.cache.downloads_in_store import Fetched
 from legroom.cache.find_or_build_entry import OpenRequest
-from legroom.cache.join_sources import Piece
 from legroom.cache.manifest import Array, Table, stamp_of
-from legroom.cache.mmap_huge_pages_crc32 import Part, grouped, interleaved, read_at, write_all, write_parts
-from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, SourceLayout, TableTarget, decoding_bytes
+from legroom.cache.mapped_files_and_checksums import Part, grouped, interleaved, read_at, write_all, write_parts
+from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, Piece, SourceLayout, TableTarget, decoding_bytes
 from legroom.cache.source_stamps_and_digests import Source, source_changed_error, source_gone_error
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step
@@ -202,7 +201,7 @@ def _adopt(job: BuildJob, work: StagingDirectory, target: ArrayTarget) -> str:
         write_all(fd, target.header, 0)
     finally:
         os.close(fd)
-    return mmap_huge_pages_crc32.hex_digits(crc)
+    return mapped_files_and_checksums.hex_digits(crc)
 
 
 def _by_map(store: Store) -> bool:
@@ -271,7 +270,7 @@ def _sealed(
         )
     for table, size in zip(job.plan.tables, sizes, strict=True):
         stamp = stamp_of(work.seal(table.file))
-        crc = mmap_huge_pages_crc32.hex_digits(_crc_of(work, table.file))
+        crc = mapped_files_and_checksums.hex_digits(_crc_of(work, table.file))
         about = table.spec
         tables.append(
             Table(about.name, table.file, about.rows, about.columns, size, crc, stamp, about.attributes, table.part_of)
@@ -282,7 +281,7 @@ def _sealed(
 def _crc_of(work: StagingDirectory, name: str) -> int:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work.fd)
     try:
-        return mmap_huge_pages_crc32.file_crc32(fd)
+        return mapped_files_and_checksums.file_crc32(fd)
     finally:
         os.close(fd)
 
@@ -377,7 +376,7 @@ class ArrayWriter:
     def _copy_small(
         self, targets: Sequence[ArrayTarget], work: StagingDirectory
     ) -> dict[str, tuple[str, os.stat_result]]:
-        crc32, found = mmap_huge_pages_crc32.crc32(), {}
+        crc32, found = mapped_files_and_checksums.crc32(), {}
         work.check_capacity(sum(-(-target.size // mmap.PAGESIZE) * mmap.PAGESIZE for target in targets))
         for target in targets:
             data = bytearray(target.size)
@@ -395,7 +394,7 @@ class ArrayWriter:
                 ):
                     raise source_changed_error(extent.path)
             self._meter.add(target.spec.nbytes)
-            crc = mmap_huge_pages_crc32.hex_digits(crc32(view[len(target.header) :]))
+            crc = mapped_files_and_checksums.hex_digits(crc32(view[len(target.header) :]))
             found[target.spec.name] = crc, work.write_sealed(target.file, view)
         return found
 
@@ -463,8 +462,8 @@ class ArrayWriter:
                 check_source_checksum(
                     extent, piece.name, (part for _, job in ordered[first:last] for part in job.result())
                 )
-        return mmap_huge_pages_crc32.hex_digits(
-            mmap_huge_pages_crc32.combined(part for _, job in ordered for part in job.result())
+        return mapped_files_and_checksums.hex_digits(
+            mapped_files_and_checksums.combined(part for _, job in ordered for part in job.result())
         )
 
     def write_table(self, target: TableTarget, folder: str) -> Future[int]:
@@ -512,7 +511,7 @@ class ArrayWriter:
             return self._sources[path]
 
     def _copy(self, extent: Extent, source: int, start: int, fd: int, to: int, length: int) -> list[Part]:
-        crc, total, done = mmap_huge_pages_crc32.crc32(), 0, 0
+        crc, total, done = mapped_files_and_checksums.crc32(), 0, 0
         buffer = _buffer()
         while done < length:
             wait_for_bytes(extent.path, start + done, min(len(buffer), length - done))
@@ -528,7 +527,7 @@ class ArrayWriter:
 
     def _write_slab(self, slab: Slab, fd: int, to: int) -> list[Part]:
         """Decode a slab and write it. A write has no page faults of a mapping, and fails cleanly on a full store."""
-        crc, total, done = mmap_huge_pages_crc32.crc32(), 0, 0
+        crc, total, done = mapped_files_and_checksums.crc32(), 0, 0
         for parts in grouped(slab.decode(), _BUFFER):
             for part in parts:
                 total = crc(part, total)
@@ -555,7 +554,7 @@ class ArrayWriter:
                 whole += piece.shift
             data = whole[piece.skip :].reshape(-1).view(np.uint8).data
         write_all(fd, data, len(target.header) + piece.offset)
-        return [(mmap_huge_pages_crc32.crc32()(data), len(data))]
+        return [(mapped_files_and_checksums.crc32()(data), len(data))]
 
     def _decode_into_map(self, target: ArrayTarget, piece: Piece, fd: int) -> list[Part]:
         start = len(target.header) + piece.offset
@@ -564,7 +563,7 @@ class ArrayWriter:
         try:
             out: Any = np.ndarray(piece.shape, target.spec.dtype, mapped, start - page)
             self._readers[piece.source].read_into(piece.name, out, self._meter.add)
-            total = mmap_huge_pages_crc32.crc32()(memoryview(mapped)[start - page :])
+            total = mapped_files_and_checksums.crc32()(memoryview(mapped)[start - page :])
             del out
         finally:
             try:
@@ -586,7 +585,7 @@ def check_source_checksum(extent: Extent, name: str, parts: Iterable[Part]) -> N
     """Raise DamagedSource if the parts of an extent do not match the checksum in its file."""
     if extent.checksum is not None:
         header = (extent.checksum.header, extent.checksum.header_bytes)
-        has = mmap_huge_pages_crc32.combined([header, *parts])
+        has = mapped_files_and_checksums.combined([header, *parts])
         if has != extent.checksum.whole:
             raise wrong_checksum(extent.path, name, has, extent.checksum.whole)
 

@@ -17,7 +17,7 @@ from legroom.cli.options import DURATION, SIZE, EntryName
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
-from legroom.remote.object_url import without_credentials
+from legroom.remote.remote_object import without_credentials
 from legroom.units import format_duration, format_size, size_or_unknown
 
 if TYPE_CHECKING:

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
+from legroom.advice.choose_settings import safe_settings
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
-from legroom.advice.safe_settings_for_doctor import safe_settings
 from legroom.cli.options import AT_LEAST_1, WithEarlierNames, refuse_beside
-from legroom.cli.pool_usage_bar import pool_line
-from legroom.cli.text_layout import finding_lines, labelled, paragraph, shorten
+from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
 from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say
 from legroom.probe.host_files_and_syscalls import Host

@@ -26,7 +26,7 @@ from typing import IO, Any, TextIO
 import click
 
 from legroom import messages
-from legroom.cli.help_formatter import HelpContext
+from legroom.cli.help import HelpContext
 from legroom.errors import CannotWrite, UsageError
 from legroom.messages import CONTROL, harmless, phrase, say
 

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import click
 
-from legroom.cli.help_formatter import HelpContext
+from legroom.cli.help import HelpContext
 from legroom.cli.language_and_streams import (
     NotWritten,
     apply_language,

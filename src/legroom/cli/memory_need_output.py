@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from legroom.cli.option_names import note_in_options
-from legroom.cli.pool_usage_bar import pool_line
-from legroom.cli.text_layout import elide, labelled, paint, paragraph
+from legroom.cli.text_layout import elide, labelled, paint, paragraph, pool_line
 from legroom.messages import phrase, say
 from legroom.records.finding_and_alarm import Severity
 from legroom.records.settings_and_overrides import Settings

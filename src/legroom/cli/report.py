@@ -37,7 +37,7 @@ def command(out: str | None, log: str | None, run: str | None, watch: str | None
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.report.bundle import Attachments, checked_path, hidden_line, pack, redacted, write
     from legroom.report.collect import collect
-    from legroom.report.find_private_names import identities
+    from legroom.report.private_names import identities
     from legroom.report.redact import Redactor
 
     path = None if show and out is None else checked_path(out or _free_name())

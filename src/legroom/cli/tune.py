@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from legroom.advice.zero_memory_and_deepspeed_config import Precision, ZeroRow, emit_training
+from legroom.advice.zero_and_deepspeed import Precision, ZeroRow, emit_training
 from legroom.cli.memory_need_output import arguments
 from legroom.cli.options import AT_LEAST_1, COUNT, DURATION, WithEarlierNames, refuse_beside, require_options, typed
 from legroom.cli.text_layout import labelled, paint, paragraph, steps
@@ -156,7 +156,7 @@ def command(
     To estimate, tune loads a few samples and one batch in a child process, which takes a few seconds. With --benchmark,
     it then times the DataLoader with different settings. Exits 1 if no settings fit.
     """
-    from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
+    from legroom.advice.zero_and_deepspeed import Shape, zero_rows
     from legroom.loader.tune import legroom_tune
     from legroom.loader.tune.remembered_settings import last_named
     from legroom.probe.host_files_and_syscalls import Host
@@ -310,7 +310,7 @@ def as_text(settings: Settings, taken: Mapping[str, Any]) -> str:
 def _measured_lines(measured: Measured | None) -> list[str]:
     if measured is None:
         return []
-    from legroom.advice.complete_and_explain_tuned_settings import milliseconds
+    from legroom.advice.explain_settings import milliseconds
 
     waiting = measured.wait_seconds / measured.sample_seconds if measured.sample_seconds else 0.0
     text = say(

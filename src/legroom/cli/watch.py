@@ -92,9 +92,8 @@ def command(
     stops when that process and its children have exited. The output is full
     screen on a terminal, and plain lines elsewhere.
     """
-    from legroom.monitor.outputs_that_may_block import BackgroundOutput
     from legroom.monitor.watch_in_script import checked_interval
-    from legroom.monitor.watch_loop import MomentStream, StopEvent, feed_outputs, sample_periodically
+    from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
         raise click.UsageError(say("--pid, --match and --replay cannot be combined"))

@@ -1,40 +1,35 @@
 """Readers of data files: describe a file without loading it, then read arrays into memory that the caller gives.
 
-base_reader                  what a format and a reader are: records that describe a file, base class, Selection (keys)
-detect                       our own formats; open_source(): recognize one by the file's bytes and open the right reader
-plugin_formats               the formats that other packages add by an entry point
-file_reads_and_errors        a file read at offsets; the errors for missing, unreadable, truncated and damaged files
-fill_arrays                  fill the caller's arrays: threads, byte order
-decoding_memory_budget       the memory that decoding may take at once: a chunk waits until it fits beside the others
-decompress_deflate           decompress deflate streams with the fastest library installed
-table_reader                 what the readers of tables share: columns, Arrow IPC output, upper bounds of sizes
-npy_reader                   .npy and .npz
-safetensors_reader           .safetensors
-torch_reader                 checkpoints of torch.save, without torch and without running pickled code
-token_reader                 flat token files with a dtype that the caller gives, and those of llm.c
-recognize_non_token_files    what a file given as flat tokens is instead: a pickle, text; how to convert CSV and JSON
-unsupported_file_types       types that are not read, and what to do: LFS pointers, HTML, images, gzip, GGUF
-megatron_reader              Megatron's .idx and .bin
-tar_reader                   WebDataset shards: the files of a tar archive, grouped into samples
-tar_headers                  the regular files in a tar archive: names, positions, sizes
-mds_reader                   MosaicML MDS directories
-mds_index                    index.json of an MDS directory: shards, columns, encodings
-image_folder_reader          folders of images, one directory per class; train/ and val/ are not classes
-gather_byte_ranges           ragged bytes that lie in many ranges of a file, read in slabs
-refuse_changed_folder_files  the files of a directory, opened by name and compared with their stamps
-zarr_reader                  Zarr version 2 and 3
-lmdb_reader                  LMDB, without its library
-parquet_reader               Parquet, its footer and page headers
-arrow_reader                 Arrow IPC files and streams, Feather version 2
-hf_datasets_reader           directories of Hugging Face datasets
-hdf5_reader                  HDF5: the reader itself, built from the following
-hdf5_open                    open read-only, detect writers, translate h5py's errors
-hdf5_find_datasets           find datasets by name through groups and links
-hdf5_external_files          the other files behind links, virtual datasets and external storage
-hdf5_types                   HDF5 types as numpy dtypes
-hdf5_filters                 undo deflate, shuffle and fletcher32 without HDF5
-hdf5_chunks                  decode chunked datasets in threads, into an array or as slabs
-hdf5_vlen                    strings and sequences of variable length, and the global heaps that hold them
+base_reader             what a format and a reader are: records that describe a file, base class, Selection (keys)
+detect                  our own formats; open_source(): recognize one by the file's bytes and open the right reader
+plugin_formats          the formats that other packages add by an entry point
+file_reads_and_errors   a file read at offsets, the files of a directory; errors for missing, changed, damaged files
+fill_arrays             fill the caller's arrays: threads, byte order
+decoding_memory_budget  the memory that decoding may take at once: a chunk waits until it fits beside the others
+decompress_deflate      decompress deflate streams with the fastest library installed
+table_reader            what the readers of tables share: columns, Arrow IPC output, upper bounds of sizes
+npy_reader              .npy and .npz
+safetensors_reader      .safetensors
+torch_reader            checkpoints of torch.save, without torch and without running pickled code
+token_reader            flat token files with a dtype that the caller gives, and those of llm.c; what is none
+unsupported_file_types  types that are not read, and what to do: LFS pointers, HTML, images, gzip, GGUF
+megatron_reader         Megatron's .idx and .bin
+tar_reader              WebDataset shards: the headers of a tar archive, its files grouped into samples
+mds_reader              MosaicML MDS directories: index.json, shards, columns, encodings
+image_folder_reader     folders of images, one directory per class; train/ and val/ are not classes
+gather_byte_ranges      ragged bytes that lie in many ranges of a file, read in slabs
+zarr_reader             Zarr version 2 and 3
+lmdb_reader             LMDB, without its library
+parquet_reader          Parquet, its footer and page headers
+arrow_reader            Arrow IPC files and streams, Feather version 2
+hf_datasets_reader      directories of Hugging Face datasets
+hdf5_reader             HDF5: the reader itself, built from the following
+hdf5_open               open read-only, detect writers, translate h5py's errors
+hdf5_find_datasets      find datasets by name; the other files behind links, virtual datasets, external storage
+hdf5_types              HDF5 types as numpy dtypes
+hdf5_filters            undo deflate, shuffle and fletcher32 without HDF5
+hdf5_chunks             decode chunked datasets in threads, into an array or as slabs
+hdf5_vlen               strings and sequences of variable length, and the global heaps that hold them
 
 The names that a reader in another package needs are imported at first use: ``from legroom.formats import BaseReader``.
 """

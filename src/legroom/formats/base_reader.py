@@ -277,7 +277,7 @@ class BaseReader:
         raise NotImplementedError
 
     def is_listed_among(self, stamps: bytes) -> bool:
-        """Whether every file that is opened by name later has one of these stamps (refuse_changed_folder_files.py)."""
+        """Whether every file that is opened by name later has one of these stamps (file_reads_and_errors.py)."""
         return True
 
     def close(self) -> None:

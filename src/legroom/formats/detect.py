@@ -67,7 +67,7 @@ def _has_member(*endings: str) -> Callable[[Candidate], bool]:
 def _is_tar(one: Candidate) -> bool:
     """Archives of Unix version 7 have no magic number: what all have is a checksum in octal digits."""
     digits = one.head[148:156].strip(b" \0")
-    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_headers").is_tar(one.file))
+    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_reader").is_tar(one.file))
 
 
 def _is_arrow_stream(one: Candidate) -> bool:
@@ -90,7 +90,7 @@ def _is_tokens(one: Candidate) -> bool:
     """A flat token file has no marks: the caller's dtype says that it is one, unless it is something else."""
     if one.dtype is None:
         return False
-    found = lazy_import("legroom.formats.recognize_non_token_files").refused_as_tokens(one.file, one.dtype)
+    found = lazy_import("legroom.formats.token_reader").refused_as_tokens(one.file, one.dtype)
     if found is not None:
         raise _refused(one.path, found)
     return True
@@ -372,7 +372,7 @@ def _unknown(candidate: Candidate) -> UnknownFormat:
     found = _part_of_directory(path) or lazy_import("legroom.formats.unsupported_file_types").unsupported_type(
         candidate.file
     )
-    found = found or lazy_import("legroom.formats.recognize_non_token_files").text_format(candidate.file)
+    found = found or lazy_import("legroom.formats.token_reader").text_format(candidate.file)
     if found is not None:
         return _refused(path, found)
     fix = [say("convert it to one of: {readable}", readable=_readable()), _pass_dtype()]

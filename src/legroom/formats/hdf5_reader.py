@@ -31,9 +31,8 @@ from legroom.formats.base_reader import (
 from legroom.formats.file_reads_and_errors import SourceFile, absolute
 from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
-from legroom.formats.hdf5_external_files import ExternalFiles
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
-from legroom.formats.hdf5_find_datasets import DatasetSearch, FoundNode, dataset_names, readable
+from legroom.formats.hdf5_find_datasets import DatasetSearch, ExternalFiles, FoundNode, dataset_names, readable
 from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5
 from legroom.formats.hdf5_types import StoredType, stored_type
 from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows

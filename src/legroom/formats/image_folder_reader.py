@@ -19,6 +19,15 @@ import numpy as np
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
 from legroom.formats.detect import NAMES_READ, names_in, not_a_dataset
+from legroom.formats.file_reads_and_errors import (
+    STAMP_BYTES,
+    FolderFile,
+    FolderRoot,
+    are_among,
+    packed_stamp,
+    sizes_in,
+    unpacked_stamp,
+)
 from legroom.formats.fill_arrays import Array, Progress
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
@@ -27,15 +36,6 @@ from legroom.formats.gather_byte_ranges import (
     read_slabs,
     rows_between,
     slabs_of_rows,
-)
-from legroom.formats.refuse_changed_folder_files import (
-    STAMP_BYTES,
-    FolderFile,
-    FolderRoot,
-    are_among,
-    packed_stamp,
-    sizes_in,
-    unpacked_stamp,
 )
 from legroom.messages import listed, say
 

@@ -1,7 +1,7 @@
 """The types of files that Legroom does not read, in one table: how each is recognized, and what to do with it.
 
 Some stand in the place of the file that was meant: a Git LFS pointer, the error page of a server, part of a download.
-CSV, JSON and other text are recognized in recognize_non_token_files.py, formats that Legroom reads in detect.py.
+CSV, JSON and other text are recognized in token_reader.py, formats that Legroom reads in detect.py.
 """
 
 from __future__ import annotations

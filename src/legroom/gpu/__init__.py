@@ -1,8 +1,7 @@
 """Measure, limit and predict GPU memory.
 
     set_memory_limit.py                 limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
-    account_gpu_memory.py               account: what uses GPU memory now, by category
-    cuda_context_size.py                how much GPU memory the CUDA context of this process takes
+    account_gpu_memory.py               account: what uses GPU memory now, by category; the size of the CUDA context
     search_batch_size.py                find_batch_size: search for the largest batch that fits
     batch_trial_on_gpu.py               run one trial of that search in this process, on the GPU
     batch_trial_in_child.py             run one trial in a child process, and measure host memory on the CPU

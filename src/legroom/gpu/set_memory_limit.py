@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from legroom.errors import BadLimit, BadSize, LegroomError
-from legroom.gpu.cuda_context_size import measure_overhead, used_before_context
+from legroom.gpu.account_gpu_memory import measure_overhead, used_before_context
 from legroom.gpu.torch_cuda_device import CudaDevice, import_torch, open_device
 from legroom.messages import phrase, say
 from legroom.records.gpu_results import Limit, Overhead

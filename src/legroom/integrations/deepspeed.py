@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.advice.zero_memory_and_deepspeed_config import Precision, Shape, ZeroRow, deepspeed_config, zero_rows
+from legroom.advice.zero_and_deepspeed import Precision, Shape, ZeroRow, deepspeed_config, zero_rows
 from legroom.records.settings_and_overrides import Settings
 
 

@@ -24,11 +24,10 @@ from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import ClusterUnreachable, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.integrations.ray_divide_download import Exchange, LoadingNode
-from legroom.integrations.ray_node_answers import answer_here, error_of, load_here
-from legroom.integrations.ray_node_send_and_receive import NodeLoader
+from legroom.integrations.ray_node import NodeLoader, answer_here, error_of, load_here
 from legroom.messages import say
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
-from legroom.remote.object_url import ObjectUrl, redacted, without_credentials
+from legroom.remote.remote_object import ObjectUrl, redacted, without_credentials
 from legroom.system.lazy_and_optional_imports import require
 
 _CALLS = 24  # methods of a node that may run at the same time

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from legroom.cache.download import PIECE
-from legroom.integrations.ray_node_answers import error_of
-from legroom.integrations.ray_node_send_and_receive import GROUP
+from legroom.integrations.ray_node import GROUP, error_of
 from legroom.messages import say
 
 _ON_THE_WAY = 256 << 20  # bytes in the object store of any node

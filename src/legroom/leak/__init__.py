@@ -18,8 +18,7 @@ After it, or meanwhile:
 
     record_files                the files that processes write, and reading them back
     leak_or_plateau             leak, plateau, jump or too short: the shape of one series
-    lines_that_fill_containers  which lines of the source fill a container or a sum
-    bytes_added_by_lines        how much each of several such lines adds
+    lines_that_fill_containers  which lines of the source fill a container or a sum, and how much each adds
     find_leaking_lines          from records to the lines that make memory grow, and how sure that is
     leak_report                 the report as text, JSON and page, and what grows so far for `legroom watch`
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from legroom.leak.bytes_added_by_lines import items_made, lines_of, shares_of_lines
 from legroom.leak.leak_or_plateau import FEWEST, SeriesTrend, trend
+from legroom.leak.lines_that_fill_containers import items_made, lines_of, shares_of_lines
 from legroom.leak.record_files import CounterSample, CreatedItems, HolderRecord, ProcessRecord, TraceWindow
 from legroom.leak.user_source_files import is_user_file
 from legroom.messages import counted, phrase, say

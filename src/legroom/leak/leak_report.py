@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.charts.html_page import element, figure, page, table
-from legroom.charts.process_charts import GrowthLine, growth_chart
+from legroom.charts.pool_and_process_charts import GrowthLine, growth_chart
 from legroom.leak.find_leaking_lines import diagnose_process
 from legroom.leak.record_files import read_file
 from legroom.messages import counted, fill, joined, left, listed, phrase, right, say

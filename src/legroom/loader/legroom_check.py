@@ -17,7 +17,7 @@ from typing import Any, Literal
 from legroom.advice.findings_copy_on_write import copied_attributes, finding_of_dataset
 from legroom.advice.fit_on_machine import fit, fits, judged, largest_batch, largest_settings
 from legroom.advice.job_settings_to_workload import Batch, Demand, batch_of, data_rows
-from legroom.advice.memory_need_of_loaders_and_processes import (
+from legroom.advice.memory_need import (
     calibrated,
     collected,
     may_grow,

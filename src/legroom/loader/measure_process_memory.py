@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from legroom.advice.job_settings_to_workload import Demand
-from legroom.advice.memory_need_of_loaders_and_processes import SPARE
+from legroom.advice.memory_need import SPARE
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.ram_swap_and_pressure import free_memory

@@ -32,7 +32,7 @@ from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import listed, say
-from legroom.remote.object_url import ObjectUrl, SourcePath, is_url
+from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url
 from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import lazy_import, require
 from legroom.units import format_size

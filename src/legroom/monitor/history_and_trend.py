@@ -1,6 +1,6 @@
 """Samples and free space over time in bounded memory, and the trends in them: a leak, when a pool will be full.
 
-All recent samples are kept, older ones are thinned out. What charts draw is kept in pool_and_alarm_timeline.py.
+All recent samples are kept, older ones are thinned out. What charts draw is kept in timeline.py.
 
 The first minutes of a healthy training run grow too. A leak differs in four ways, and all four are required:
 

@@ -20,7 +20,7 @@ from typing import Any
 from legroom.messages import say
 from legroom.monitor.history_and_trend import keep_largest_processes
 from legroom.monitor.http_server import Handler, parse_address, serve
-from legroom.monitor.pool_and_alarm_timeline import Timeline, thin_points
+from legroom.monitor.timeline import Timeline, thin_points
 from legroom.monitor.watch_log import moment_object
 from legroom.records.watch_sample import Moment, PoolPoint
 

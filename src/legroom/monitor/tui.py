@@ -18,8 +18,7 @@ from legroom.errors import UsageError
 from legroom.messages import counted, cut, phrase, say
 from legroom.monitor import tui_lines
 from legroom.monitor.history_and_trend import ThinningBuffer, keep_largest_processes
-from legroom.monitor.pool_and_alarm_timeline import Timeline
-from legroom.monitor.process_timeline import ProcessFrame, taken
+from legroom.monitor.timeline import ProcessFrame, Timeline, taken
 from legroom.monitor.watch_loop import Output, feed_outputs
 from legroom.records.watch_sample import Moment, PoolPoint, Sample
 from legroom.system.lazy_and_optional_imports import require

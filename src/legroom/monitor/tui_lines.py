@@ -11,8 +11,15 @@ from itertools import accumulate
 from rich.text import Text
 
 from legroom.messages import cells, counted, cut, cut_front, left, listed, phrase, right, say
-from legroom.monitor.pool_and_alarm_timeline import column_shares
-from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, is_as_read, largest_pids, over_steps, taken
+from legroom.monitor.timeline import (
+    ProcessFrame,
+    ProcessPoint,
+    column_shares,
+    is_as_read,
+    largest_pids,
+    over_steps,
+    taken,
+)
 from legroom.monitor.watch_text import printable, short_command, trainer_state
 from legroom.records.finding_and_alarm import Alarm, heading
 from legroom.records.machine import Pool, scope_name

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 
 from legroom.charts.drawing import Drawing, check_path, one_below_another, render, since
 from legroom.charts.html_page import element, figure, page, table
-from legroom.charts.memory_pool_chart import amount, pool_chart
-from legroom.charts.process_charts import Layer, stacked_chart
+from legroom.charts.pool_and_process_charts import Layer, amount, pool_chart, stacked_chart
 from legroom.messages import cut, say
-from legroom.monitor.pool_and_alarm_timeline import Timeline
-from legroom.monitor.process_timeline import ProcessPoint, largest_pids, over_steps
+from legroom.monitor.timeline import ProcessPoint, Timeline, largest_pids, over_steps
 from legroom.monitor.tui_lines import growth_rate
 from legroom.records.watch_sample import Moment, PoolPoint
 from legroom.system.atomic_file import replace_file

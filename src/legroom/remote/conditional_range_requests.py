@@ -15,9 +15,8 @@ from typing import Any
 from legroom.errors import UnsupportedData
 from legroom.messages import say
 from legroom.remote.http_connections import Connections, NotDirect, Sink
-from legroom.remote.object_url import HTTP, S3, ObjectUrl
-from legroom.remote.object_version import ObjectStamp
-from legroom.remote.remote_errors import object_changed, timeout
+from legroom.remote.remote_errors_and_retries import object_changed, timeout
+from legroom.remote.remote_object import HTTP, S3, ObjectStamp, ObjectUrl
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 _BLOCK = 256 << 10

@@ -21,9 +21,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from legroom.remote.object_url import ObjectUrl
-from legroom.remote.object_version import ObjectStamp
-from legroom.remote.remote_errors import object_changed, timeout
+from legroom.remote.remote_errors_and_retries import object_changed, timeout
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl
 from legroom.system.lazy_and_optional_imports import import_lock
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ from legroom.errors import LegroomError, MissingPackage, NoSuchObject, Unsupport
 from legroom.messages import say
 from legroom.remote.conditional_range_requests import RangeReader, read_stream
 from legroom.remote.http_connections import Sink
-from legroom.remote.object_url import ObjectUrl, object_url, redacted
-from legroom.remote.object_version import ObjectStamp, stamp_of_info
-from legroom.remote.remote_errors import remote_error, short_read, timeout
-from legroom.remote.request_retries import CallerFailed, retried
+from legroom.remote.remote_errors_and_retries import CallerFailed, remote_error, retried, short_read, timeout
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl, object_url, redacted, stamp_of_info
 from legroom.system.lazy_and_optional_imports import require
 
 CONNECTIONS = 16

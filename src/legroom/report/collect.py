@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from legroom.advice.choose_settings import safe_settings
 from legroom.advice.findings import findings
-from legroom.advice.safe_settings_for_doctor import safe_settings
 from legroom.errors import DamagedSource, LegroomError, UnreadableSource
 from legroom.messages import language, say
 from legroom.monitor.watch_log import REPEATED

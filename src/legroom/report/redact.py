@@ -1,8 +1,9 @@
 """Hides what is private in texts, JSON values and command lines; the same thing gets the same new name everywhere.
 
-Private are names that are known (find_private_names.py) and things that look private: addresses, tokens, paths in home
+Private are names that are known (private_names.py) and things that look private: addresses, tokens, paths in home
 directories, URLs, options with a secret, identifiers, data files. They are found in every reading of a text: as it
-stands, and with its escapes undone. Pure: no file and no variable is read here.
+stands, and with its escapes undone. Pure: no file and no variable is read here. Some names and words stay, although
+they look private or are someone's login name.
 
 First `learn` from everything that will be in the bundle, then redact it. A name that one part has in a path is then
 hidden in a sentence of another.
@@ -10,6 +11,7 @@ hidden in a sentence of another.
 
 from __future__ import annotations
 
+import ipaddress
 import os.path
 import re
 import unicodedata
@@ -19,7 +21,57 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
-from legroom.report.names_not_redacted import COMMON, harmless
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Names that identify no one, and words that a report needs: a user called "memory" is hidden in a path below /home,
+# not in every sentence about memory.
+COMMON: Final = frozenset(
+    _words(
+        "root user users username admin administrator guest nobody daemon test tester runner ubuntu debian "
+        "fedora centos vagrant docker podman jovyan ec2-user azureuser opc conda mamba localhost localdomain "
+        "host hostname node server client worker master main rank gpu gpus box machine linux darwin "
+        "windows microsoft cluster login compute home data dataset datasets train training val model models "
+        "work workspace scratch tmp temp shared common proc sys dev shm run var usr bin lib lib64 etc opt mnt "
+        "media srv cgroup memory cpu cpuset cpuacct io pids swap max min high low peak stat current events "
+        "local pressure limit usage slice scope service session system python python3 torch numpy cuda nvidia "
+        "legroom pip venv site-packages true false none null yes no on off unknown self tmpfs overlay ext4 "
+        "xfs nfs nfs4 proxy file files name kind size used free source reason"
+    )
+)
+PUBLIC_HOSTS: Final = _words(
+    "github.com pytorch.org python.org readthedocs.io huggingface.co nvidia.com kernel.org docker.com kubernetes.io"
+)
+
+
+def harmless(kind: str, value: str) -> bool:
+    """Whether something that looks private is not: a common word, a loopback address, a time of day."""
+    low = value.casefold().strip()
+    if kind == "secret":
+        return low.strip("\"'") in ("", "none", "null", "true", "false", "<secret>")
+    if kind == "token":
+        # Texts about language models are full of token counts.
+        return low.isdigit() and len(low) <= 5
+    if kind == "email":
+        return re.fullmatch(r"user@\d+\.service", low) is not None  # a cgroup of systemd, on every machine
+    if kind == "ip":
+        try:
+            address = ipaddress.ip_address(low)
+        except ValueError:  # a time of day has colons too
+            return True
+        return address.is_loopback or address.is_unspecified or low == "255.255.255.255"
+    if kind == "host":
+        return (
+            low in COMMON
+            or low.replace(".", "").isdigit()  # addresses have their own pattern; a number is not a host name
+            or any(low == public or low.endswith("." + public) for public in PUBLIC_HOSTS)
+        )
+    if kind == "user":
+        return low in COMMON or low.replace(".", "").isdigit()
+    return False
+
 
 # What private things look like.
 # The group ``it`` of a pattern is what is hidden; without one, all of it. Quantifiers are bounded and every pattern
@@ -111,7 +163,7 @@ _EDGES = {"secret": "", "home": _LETTER_DIGIT, "user": _LETTER, "host": _LETTER_
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """Names that are private wherever they stand; find_private_names.py reads them."""
+    """Names that are private wherever they stand; private_names.py reads them."""
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()

@@ -20,7 +20,6 @@ from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.records.machine import Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, reported_killed
 from legroom.rescue.find_failures_in_log import facts_of, killed_in, named_paths
-from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import (
     DiskLevels,
@@ -34,7 +33,7 @@ from legroom.rescue.job_sampling import (
     thinned,
     worst_stall,
 )
-from legroom.rescue.remove_shm_files_of_job import JobShmFiles
+from legroom.rescue.job_shm_files import JobShmFiles, hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines

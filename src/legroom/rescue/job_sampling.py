@@ -37,7 +37,7 @@ from legroom.records.finding_and_alarm import Alarm
 from legroom.records.machine import CgroupLevel, MemoryEvents, Pool
 from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
-from legroom.rescue.remove_shm_files_of_job import JobShmFiles
+from legroom.rescue.job_shm_files import JobShmFiles
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.

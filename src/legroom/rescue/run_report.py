@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.charts.html_page import bullets, element, figure, page, table
-from legroom.charts.memory_pool_chart import amount, pool_chart
+from legroom.charts.pool_and_process_charts import amount, pool_chart
 from legroom.messages import counted, phrase, say
 from legroom.monitor.watch_log import alarm_object
 from legroom.records.failure import Attempt, SupervisedRun, exit_line, headline

@@ -16,7 +16,7 @@ from legroom.messages import phrase, say
 from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, longest_socket
 from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Sign, Verdict, unknown
 from legroom.records.machine import Machine, RuntimeEnvironment
-from legroom.rescue import verdict_from_exit, verdict_from_log, verdict_of_bus_error
+from legroom.rescue import verdict_from_exit, verdict_from_log
 from legroom.rescue.find_failures_in_log import Signs, quoted_line
 from legroom.units import format_size
 
@@ -44,7 +44,7 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_log.device,
     verdict_from_log.gpu_library,
     verdict_from_log.gpu_refused,
-    verdict_of_bus_error.bus,
+    verdict_from_log.bus,
     verdict_from_exit.swapping,
     verdict_from_exit.ended_by,
     verdict_from_exit.worker_killed,

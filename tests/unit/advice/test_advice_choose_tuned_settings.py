@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from machines import GB, MB, healthy, with_pool
 from measured_data import cheap, dataset, waiting
 
-from legroom.advice.choose_tuned_settings import Step, TuneRequest, batch_seconds, choose, within_dataset
-from legroom.advice.complete_and_explain_tuned_settings import changes, milliseconds, settle
+from legroom.advice.choose_settings import Step, TuneRequest, batch_seconds, choose, within_dataset
+from legroom.advice.explain_settings import changes, milliseconds, settle
 from legroom.errors import UsageError
 from legroom.records.machine import Cpu, Gpu, Gpus, Machine
 from legroom.records.workload import Measured, Transport

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from machines import GB, MB, healthy
 
 from legroom.advice.config_snippets_for_shm_size import KINDS, emit
-from legroom.advice.memory_need_of_loaders_and_processes import need
+from legroom.advice.memory_need import need
 from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.errors import UsageError
 from legroom.records.workload import PlannedLoader, Workload

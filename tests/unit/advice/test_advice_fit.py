@@ -11,7 +11,7 @@ from machines import GB, MB, healthy, with_pool
 
 from legroom.advice.fit_on_machine import fit, fits, largest_batch, largest_settings
 from legroom.advice.job_settings_to_workload import Batch, Demand, batch_of
-from legroom.advice.memory_need_of_loaders_and_processes import need
+from legroom.advice.memory_need import need
 from legroom.records.machine import Machine
 from legroom.records.workload import PlannedLoader, Workload
 

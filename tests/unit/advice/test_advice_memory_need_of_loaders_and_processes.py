@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB
 
-from legroom.advice.memory_need_of_loaders_and_processes import (
-    Each,
-    batch_pages,
-    flights,
-    least,
-    loader_semaphores,
-    need,
-    pinned_size,
-    spare,
-)
+from legroom.advice.memory_need import Each, batch_pages, flights, least, loader_semaphores, need, pinned_size, spare
 from legroom.records.workload import Need, PlannedLoader, Workload
 
 POOLS = ("shm", "ram", "pinned", "fds", "disk", "gpu")

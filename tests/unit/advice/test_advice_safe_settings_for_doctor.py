@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB, healthy, with_pool
 
+from legroom.advice.choose_settings import largest_batch, safe_settings
 from legroom.advice.fit_on_machine import judged
 from legroom.advice.job_settings_to_workload import Demand, batch_of
-from legroom.advice.memory_need_of_loaders_and_processes import batches_in_flight
-from legroom.advice.safe_settings_for_doctor import largest_batch, safe_settings
+from legroom.advice.memory_need import batches_in_flight
 from legroom.records.machine import Gpu, Gpus
 from legroom.units import format_size, parse_size
 

@@ -6,8 +6,8 @@ import pytest
 from machines import healthy
 from measured_data import dataset
 
-from legroom.advice.choose_tuned_settings import TuneRequest, choose, climb
-from legroom.advice.complete_and_explain_tuned_settings import settle
+from legroom.advice.choose_settings import TuneRequest, choose, climb
+from legroom.advice.explain_settings import settle
 from legroom.errors import UsageError
 from legroom.records.loader_settings_and_flags import (
     VARIABLE,

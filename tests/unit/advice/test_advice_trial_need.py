@@ -11,7 +11,7 @@ from machines import GB, MB, healthy, with_pool
 
 from legroom.advice.fit_on_machine import fit, judged
 from legroom.advice.job_settings_to_workload import Batch, Demand, batch_of, workload_of
-from legroom.advice.memory_need_of_loaders_and_processes import (
+from legroom.advice.memory_need import (
     calibrated,
     collected,
     may_grow,

@@ -10,7 +10,7 @@ from machines import MB, healthy, with_pool
 
 from legroom.advice.fit_on_machine import judged
 from legroom.advice.job_settings_to_workload import Demand, batch_of
-from legroom.advice.memory_need_of_loaders_and_processes import Each, fits, least, most_samples, most_workers, spare
+from legroom.advice.memory_need import Each, fits, least, most_samples, most_workers, spare
 
 each = st.builds(Each, st.integers(0, 200 * MB), st.integers(0, 200 * MB), st.integers(1, 200 * MB))
 

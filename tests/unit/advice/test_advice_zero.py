@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.advice.zero_memory_and_deepspeed_config import Shape, zero_rows
+from legroom.advice.zero_and_deepspeed import Shape, zero_rows
 from legroom.errors import UsageError
 
 B = 10**9

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, mmap_huge_pages_crc32, remembered_source_digests
+from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, remembered_sources
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
@@ -91,17 +91,17 @@ def failing(faults: Faults) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [(os, name, name) for name in CALLS if hasattr(os, name)]
     places += [(fcntl, "flock", "flock"), (builtins, "open", "file"), (io, "open", "file"), (mmap, "mmap", "mmap.mmap")]  # fmt: skip
     kept = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in places]
-    libc = mmap_huge_pages_crc32.libc
+    libc = mapped_files_and_checksums.libc
     for module, attribute, name in places:
         setattr(module, attribute, faults.around(name, getattr(module, attribute)))
     real = libc()
-    mmap_huge_pages_crc32.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
+    mapped_files_and_checksums.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
     try:
         yield
     finally:
         for module, attribute, function in kept:
             setattr(module, attribute, function)
-        mmap_huge_pages_crc32.libc = libc
+        mapped_files_and_checksums.libc = libc
 
 
 class Wrong(AssertionError):
@@ -131,12 +131,12 @@ class Sweep:
             store_module.StoreCandidate(self.folder / "shm", "shm", True),
             store_module.StoreCandidate(self.folder / "disk", "disk", True),
         ]
-        before = store_module.candidates, remembered_source_digests.QUIET_NS
-        store_module.candidates, remembered_source_digests.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
+        before = store_module.candidates, remembered_sources.QUIET_NS
+        store_module.candidates, remembered_sources.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
         try:
             yield self
         finally:
-            store_module.candidates, remembered_source_digests.QUIET_NS = before  # type: ignore[assignment]
+            store_module.candidates, remembered_sources.QUIET_NS = before  # type: ignore[assignment]
 
     @property
     def store(self) -> Path:

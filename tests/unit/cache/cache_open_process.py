@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 
 import legroom
-from legroom.cache import cached_arrays_and_tables, elect_builder_and_publish, mmap_huge_pages_crc32, store_directories  # noqa: F401  (a bare process has the code loaded)
+from legroom.cache import (  # noqa: F401  (a bare process has the code loaded)
+    cached_arrays_and_tables,
+    elect_builder_and_publish,
+    mapped_files_and_checksums,
+    store_directories,
+)
 from legroom.formats import npy_reader  # noqa: F401
 from legroom.loader.batches.legroom_open import open as _open  # noqa: F401
 

@@ -41,6 +41,6 @@ def npy(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stamps are believed at once, as those of files that have been quiet for a while are."""
-    from legroom.cache import remembered_source_digests
+    from legroom.cache import remembered_sources
 
-    monkeypatch.setattr(remembered_source_digests, "QUIET_NS", 0)
+    monkeypatch.setattr(remembered_sources, "QUIET_NS", 0)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import drop_and_gc, mmap_huge_pages_crc32
+from legroom.cache import drop_and_gc, mapped_files_and_checksums
 from legroom.cache.cached_arrays_and_tables import Ragged
 from legroom.errors import BadArgument, DamagedSource, MissingKey, UnsupportedData, UsageError
 
@@ -113,7 +113,7 @@ def test_pickled_and_dropped_it_is_opened_from_its_source(data) -> None:
 
 
 def test_read_only_where_every_writable_map_would_count(data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mmap_huge_pages_crc32, "maps_writable", lambda: False)
+    monkeypatch.setattr(mapped_files_and_checksums, "maps_writable", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = legroom.open(tmp_path / "a.h5")

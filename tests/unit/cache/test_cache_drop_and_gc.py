@@ -21,7 +21,7 @@ from cache_scenario_process import BUILD_STEPS, REMOVAL_STEPS
 import legroom
 from legroom.cache import drop_and_gc, eviction, list_and_verify, locks, store_free_space
 from legroom.cache import store_directories as store_module
-from legroom.cache.stale_entries import SourceMatcher
+from legroom.cache.list_and_verify import SourceMatcher
 from legroom.cache.store_directories import delete_trash, open_stores
 from legroom.cache.store_free_space import store_bytes
 from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError

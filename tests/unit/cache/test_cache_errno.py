@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, remembered_source_digests
+from legroom.cache import drop_and_gc, list_and_verify, remembered_sources
 from legroom.cache.store_directories import open_stores
 from legroom.errors import EntryUnreadable, LegroomError
 from open_descriptors import open_descriptors, opened_since
@@ -225,4 +225,4 @@ def test_records_of_every_store_are_read_as_they_are(shm: Path, tmp_path: Path) 
     loaded(tmp_path)
     with open_stores() as places:
         (name,) = os.listdir(places.found[0].sources)
-        assert remembered_source_digests.read_record_named(places.found[0], name) is not None
+        assert remembered_sources.read_record_named(places.found[0], name) is not None

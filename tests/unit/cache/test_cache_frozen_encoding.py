@@ -23,7 +23,7 @@ from frozen_values import keys, same, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.cache.freeze_list_or_dict import freeze
+from legroom.cache.freeze import freeze
 from legroom.errors import UnsupportedData
 
 

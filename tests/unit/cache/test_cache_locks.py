@@ -130,7 +130,7 @@ def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
 IMPORTED_SLOWLY = """
 import os, signal, sys, threading, time
 import legroom
-from legroom.cache import mmap_huge_pages_crc32
+from legroom.cache import mapped_files_and_checksums
 
 class Slow:
     # Imports of that module take a second, with its lock held.

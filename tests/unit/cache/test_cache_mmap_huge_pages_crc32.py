@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.cache import mmap_huge_pages_crc32, write_entry_files
+from legroom.cache import mapped_files_and_checksums, write_entry_files
 
 
 def _file(tmp_path: Path) -> int:
@@ -24,18 +24,18 @@ def test_parts_are_written_whole_whatever_one_call_takes(
             os, "pwritev", lambda fd, views, at: os.pwrite(fd, b"".join(views)[:most], at), raising=False
         )
     fd = _file(tmp_path)
-    mmap_huge_pages_crc32.write_parts(fd, parts, 3)
+    mapped_files_and_checksums.write_parts(fd, parts, 3)
     os.close(fd)
     assert (tmp_path / "x").read_bytes() == b"\0\0\0hello wide w"
 
 
 def test_without_pwritev_and_with_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = _file(tmp_path)
-    mmap_huge_pages_crc32.write_parts(fd, [memoryview(b"ab")] * (mmap_huge_pages_crc32.MOST_PARTS + 1), 0)
+    mapped_files_and_checksums.write_parts(fd, [memoryview(b"ab")] * (mapped_files_and_checksums.MOST_PARTS + 1), 0)
     monkeypatch.delattr(os, "pwritev", raising=False)
-    mmap_huge_pages_crc32.write_parts(fd, [memoryview(b"cd"), memoryview(b"e")], 0)
+    mapped_files_and_checksums.write_parts(fd, [memoryview(b"cd"), memoryview(b"e")], 0)
     os.close(fd)
-    assert (tmp_path / "x").read_bytes() == b"cdeb" + b"ab" * (mmap_huge_pages_crc32.MOST_PARTS - 1)
+    assert (tmp_path / "x").read_bytes() == b"cdeb" + b"ab" * (mapped_files_and_checksums.MOST_PARTS - 1)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_without_pwritev_and_with_very_many_parts(tmp_path: Path, monkeypatch: p
         ([], []),
         ([400_000] * 5, [2, 2, 1]),
         ([2 << 20, 1, 1], [1, 2]),
-        ([1] * (mmap_huge_pages_crc32.MOST_PARTS + 2), [mmap_huge_pages_crc32.MOST_PARTS, 2]),
+        ([1] * (mapped_files_and_checksums.MOST_PARTS + 2), [mapped_files_and_checksums.MOST_PARTS, 2]),
     ],
 )
 def test_groups_of_about_a_buffer(sizes: list[int], groups: list[int]) -> None:
     parts = [memoryview(bytes(size)) for size in sizes]
-    found = list(mmap_huge_pages_crc32.grouped(iter(parts), write_entry_files._BUFFER))
+    found = list(mapped_files_and_checksums.grouped(iter(parts), write_entry_files._BUFFER))
     assert [len(group) for group in found] == groups
     assert [part for group in found for part in group] == parts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import eviction, list_and_verify, locks, remembered_source_digests, store_free_space
+from legroom.cache import eviction, list_and_verify, locks, remembered_sources, store_free_space
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.cache.store_directories import Store
@@ -192,7 +192,7 @@ class TestRecord:
     ) -> None:
         path = make(tmp_path, 5)
         with monkeypatch.context() as broken:
-            broken.setattr(remembered_source_digests, "write_all", full)
+            broken.setattr(remembered_sources, "write_all", full)
             data = legroom.open(path)
             assert int(data["array"][0]) == 5
             assert os.listdir(shm / "sources") == []  # no half of one either

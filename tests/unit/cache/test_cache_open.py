@@ -22,7 +22,7 @@ import pytest
 import rigs
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, locks, remembered_source_digests, source_stamps_and_digests
+from legroom.cache import drop_and_gc, list_and_verify, locks, remembered_sources, source_stamps_and_digests
 from legroom.cache import store_directories as store_module
 from legroom.cache import write_entry_files as load_module
 from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, source_paths
@@ -189,9 +189,9 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(
     # The new content has the record of the old, as if it had been written within the tick in which that was hashed.
     now = source_stamps_and_digests.stamp_source([path])
     with open_stores() as places:
-        remembered_source_digests.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
+        remembered_sources.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
     with monkeypatch.context() as quiet:
-        quiet.setattr(remembered_source_digests, "QUIET_NS", 0)  # were it believed
+        quiet.setattr(remembered_sources, "QUIET_NS", 0)  # were it believed
         assert list_and_verify.info(path).digest == before.digest
         assert legroom.open(path)["array"][0, 0] == 0
         found = find_manifest(OpenRequest(source_paths(path)))
@@ -205,12 +205,12 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(
 
 def test_a_record_is_believed_when_the_file_was_quiet_or_the_question_older() -> None:
     second = 1_000_000_000
-    record = remembered_source_digests.SourceRecord(
+    record = remembered_sources.SourceRecord(
         {"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",)
     )
     assert not record.is_trusted(11 * second)
     assert record.is_trusted(10 * second)
-    quiet = remembered_source_digests.SourceRecord(
+    quiet = remembered_sources.SourceRecord(
         {"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",)
     )
     assert quiet.is_trusted(99 * second)

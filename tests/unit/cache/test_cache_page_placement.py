@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import mmap_huge_pages_crc32
-from legroom.cache.mmap_huge_pages_crc32 import HUGE_PAGE, HugePages, MappedFile
+from legroom.cache import mapped_files_and_checksums
+from legroom.cache.mapped_files_and_checksums import HUGE_PAGE, HugePages, MappedFile
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.processes_and_threads import libc
 
@@ -53,7 +53,7 @@ def in_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: what is tested is not this machine's speed."""
-    monkeypatch.setattr(mmap_huge_pages_crc32, "_DEAR", float("inf"))
+    monkeypatch.setattr(mapped_files_and_checksums, "_DEAR", float("inf"))
 
 
 def _joins() -> bool:
@@ -65,7 +65,7 @@ def _joins() -> bool:
         os.ftruncate(fd, HUGE_PAGE)
         os.pwrite(fd, b"\0", 0)
         mapped = MappedFile(fd, HUGE_PAGE)
-        return mmap_huge_pages_crc32.hugepages_supported() and libc().madvise(mapped.address, HUGE_PAGE, 25) == 0
+        return mapped_files_and_checksums.hugepages_supported() and libc().madvise(mapped.address, HUGE_PAGE, 25) == 0
     finally:
         os.close(fd)
 
@@ -131,10 +131,10 @@ def _tried(monkeypatch: pytest.MonkeyPatch, is_dear: Callable[[int], bool]) -> l
         now[0] += is_dear(offset)
         return True
 
-    monkeypatch.setattr(mmap_huge_pages_crc32, "hugepages_supported", lambda: True)
-    monkeypatch.setattr(mmap_huge_pages_crc32, "_collapse", collapse)
-    monkeypatch.setattr(mmap_huge_pages_crc32.time, "thread_time", lambda: now[0])
-    monkeypatch.setattr(mmap_huge_pages_crc32.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(mapped_files_and_checksums, "hugepages_supported", lambda: True)
+    monkeypatch.setattr(mapped_files_and_checksums, "_collapse", collapse)
+    monkeypatch.setattr(mapped_files_and_checksums.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(mapped_files_and_checksums.time, "monotonic", lambda: now[0])
     return tried
 
 
@@ -151,7 +151,7 @@ class TestNotTaken:
         assert os.fstat(memory).st_blocks == 0
 
     def test_a_kernel_that_does_not_know_the_call(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mmap_huge_pages_crc32, "_COLLAPSE", 0x7FFF)
+        monkeypatch.setattr(mapped_files_and_checksums, "_COLLAPSE", 0x7FFF)
         assert not HugePages().take(memory, 0, 20 * MB)
         assert os.fstat(memory).st_blocks * 512 <= 2 * HUGE_PAGE  # no more than was tried
 
@@ -181,8 +181,8 @@ class TestNotTaken:
     ) -> None:
         tried = _tried(monkeypatch, lambda offset: False)
         seconds, switches = itertools.count(), itertools.count()
-        monkeypatch.setattr(mmap_huge_pages_crc32.time, "monotonic", lambda: float(next(seconds)))
-        monkeypatch.setattr(mmap_huge_pages_crc32, "_preemptions", lambda: next(switches) if preempted else 7)
+        monkeypatch.setattr(mapped_files_and_checksums.time, "monotonic", lambda: float(next(seconds)))
+        monkeypatch.setattr(mapped_files_and_checksums, "_preemptions", lambda: next(switches) if preempted else 7)
         assert HugePages().take(memory, 0, 12 * MB) is preempted
         assert sum(length for _, length in tried) == (12 * MB if preempted else HUGE_PAGE)
 
@@ -190,11 +190,11 @@ class TestNotTaken:
         def refuse(*_: object, **__: object) -> MappedFile:
             raise OSError(errno.ENOMEM, "no addresses")
 
-        monkeypatch.setattr(mmap_huge_pages_crc32, "MappedFile", refuse)
+        monkeypatch.setattr(mapped_files_and_checksums, "MappedFile", refuse)
         assert not HugePages().take(memory, 0, 20 * MB)
 
     def test_a_write_that_is_refused_is_an_error(self, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-        monkeypatch.setattr(mmap_huge_pages_crc32, "hugepages_supported", lambda: True)
+        monkeypatch.setattr(mapped_files_and_checksums, "hugepages_supported", lambda: True)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MB, hard))
         try:
@@ -206,8 +206,8 @@ class TestNotTaken:
 
 @pytest.mark.parametrize(("text", "expected"), [("", True), ("1", True), ("0", False), (" No ", False), ("off", False)])
 def test_the_switch(text: str, expected: bool) -> None:
-    assert mmap_huge_pages_crc32.hugepages_enabled({"LEGROOM_LARGE_PAGES": text}) is expected
-    assert mmap_huge_pages_crc32.hugepages_enabled({})
+    assert mapped_files_and_checksums.hugepages_enabled({"LEGROOM_LARGE_PAGES": text}) is expected
+    assert mapped_files_and_checksums.hugepages_enabled({})
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_whether_there_are_any(tmp_path: Path, size: str | None, enabled: str | 
     if size is not None and enabled is not None:
         (folder / "hpage_pmd_size").write_text(size)
         (folder / "enabled").write_text(enabled)
-    assert mmap_huge_pages_crc32.hugepages_supported(Host(tmp_path)) is expected
+    assert mapped_files_and_checksums.hugepages_supported(Host(tmp_path)) is expected
 
 
 class TestWhereMapsLie:
@@ -241,7 +241,7 @@ class TestWhereMapsLie:
         os.pwrite(memory, b"first", 0)
         first = MappedFile(memory, 8 * MB)
         np.frombuffer(first.buffer(), np.uint8)[:5] = 9
-        monkeypatch.setattr(mmap_huge_pages_crc32, "_aligned_address", lambda length, offset: first.address)
+        monkeypatch.setattr(mapped_files_and_checksums, "_aligned_address", lambda length, offset: first.address)
         second = MappedFile(memory, 8 * MB)
         assert second.address != first.address
         assert ctypes.string_at(first.address, 5) == b"\x09" * 5
@@ -254,7 +254,7 @@ class TestWhereMapsLie:
         real = libc().mmap
 
         def mmap(*arguments: object) -> int | None:
-            return mmap_huge_pages_crc32.MAP_FAILED if arguments[4] == -1 else real(*arguments)
+            return mapped_files_and_checksums.MAP_FAILED if arguments[4] == -1 else real(*arguments)
 
         monkeypatch.setattr(libc(), "mmap", mmap)
         assert ctypes.string_at(MappedFile(memory, 8 * MB).address, 2) == b"\0\0"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import list_and_verify, locks, mmap_huge_pages_crc32, store_free_space
+from legroom.cache import list_and_verify, locks, mapped_files_and_checksums, store_free_space
 from legroom.cache.manifest import OPENING, Damaged, from_json
-from legroom.cache.mmap_huge_pages_crc32 import MappedFile, Prefault
+from legroom.cache.mapped_files_and_checksums import MappedFile, Prefault
 from legroom.cache.plan_entry_files import plan_files
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import open_stores
@@ -35,12 +35,12 @@ def test_crcs_of_parts_join(tmp_path: Path) -> None:
     for _ in range(100):
         parts = [chance.randbytes(chance.choice([0, 1, 7, 4096, 70_000])) for _ in range(chance.randrange(1, 6))]
         whole = zlib.crc32(b"".join(parts))
-        assert mmap_huge_pages_crc32.combined((zlib.crc32(part), len(part)) for part in parts) == whole
-        assert mmap_huge_pages_crc32.crc32()(b"".join(parts)) == whole
+        assert mapped_files_and_checksums.combined((zlib.crc32(part), len(part)) for part in parts) == whole
+        assert mapped_files_and_checksums.crc32()(b"".join(parts)) == whole
     (tmp_path / "a").write_bytes(b"12" + b"x" * 3_000_000)
     fd = os.open(tmp_path / "a", os.O_RDONLY)
     assert (
-        mmap_huge_pages_crc32.hex_digits(mmap_huge_pages_crc32.file_crc32(fd, 2))
+        mapped_files_and_checksums.hex_digits(mapped_files_and_checksums.file_crc32(fd, 2))
         == f"{zlib.crc32(b'x' * 3_000_000):08x}"
     )
     os.close(fd)
@@ -156,7 +156,9 @@ class TestMaps:
     @pytest.mark.parametrize("populate", [True, False])
     def test_pages_are_filled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, populate: bool) -> None:
         if not populate:
-            monkeypatch.setattr(mmap_huge_pages_crc32, "_POPULATE_READ", 0x7FFF)  # a kernel that does not know the call
+            monkeypatch.setattr(
+                mapped_files_and_checksums, "_POPULATE_READ", 0x7FFF
+            )  # a kernel that does not know the call
         size = 40 * MB
         item = self.make(tmp_path, size)
         running = Prefault([item], in_memory=True)
@@ -175,14 +177,14 @@ class TestMaps:
     def test_a_lease_ends_with_its_map_wherever_the_prefault_is(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
     ) -> None:
-        reached, go, real = threading.Event(), threading.Event(), getattr(mmap_huge_pages_crc32, at)
+        reached, go, real = threading.Event(), threading.Event(), getattr(mapped_files_and_checksums, at)
 
         def held(*arguments: Any) -> Any:
             reached.set()
             assert go.wait(60)
             return real(*arguments)
 
-        monkeypatch.setattr(mmap_huge_pages_crc32, at, held)
+        monkeypatch.setattr(mapped_files_and_checksums, at, held)
         folder = os.open(tmp_path, os.O_RDONLY)
         item = self.make(tmp_path, MB, locks.acquire(folder, "a.lock", shared=True, lease=True))
         running = Prefault([item], in_memory=False)
@@ -208,7 +210,7 @@ class TestMaps:
     def test_overcommit_decides_whether_maps_may_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for text, may in ((b"0\n", True), (b"1\n", True), (b"2\n", False)):
             monkeypatch.setattr("builtins.open", lambda *_, text=text, **__: io.BytesIO(text))
-            assert mmap_huge_pages_crc32.maps_writable.__wrapped__() is may
+            assert mapped_files_and_checksums.maps_writable.__wrapped__() is may
 
 
 def _resident(path: Path) -> int:
@@ -223,18 +225,18 @@ def _resident(path: Path) -> int:
 
 class TestNuma:
     def test_lists(self) -> None:
-        assert mmap_huge_pages_crc32.parse_node_list("0\n") == [0]
-        assert mmap_huge_pages_crc32.parse_node_list("0-2,5\n") == [0, 1, 2, 5]
-        assert mmap_huge_pages_crc32.parse_node_list("") == mmap_huge_pages_crc32.parse_node_list("x-1") == []
+        assert mapped_files_and_checksums.parse_node_list("0\n") == [0]
+        assert mapped_files_and_checksums.parse_node_list("0-2,5\n") == [0, 1, 2, 5]
+        assert mapped_files_and_checksums.parse_node_list("") == mapped_files_and_checksums.parse_node_list("x-1") == []
 
     def test_one_node_is_left_as_it_is(self) -> None:
-        with mmap_huge_pages_crc32.interleaved([0]) as done:
+        with mapped_files_and_checksums.interleaved([0]) as done:
             assert done is False
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
     def test_the_policy_is_set_and_put_back(self) -> None:
         calls: list[tuple[int, ...]] = []
-        real = mmap_huge_pages_crc32.libc().syscall
+        real = mapped_files_and_checksums.libc().syscall
 
         class Library:
             @staticmethod
@@ -242,12 +244,12 @@ class TestNuma:
                 calls.append((number, rest[0] if isinstance(rest[0], int) else -1))
                 return int(real(number, *rest))
 
-        original, mmap_huge_pages_crc32.libc = mmap_huge_pages_crc32.libc, Library  # type: ignore[assignment]
+        original, mapped_files_and_checksums.libc = mapped_files_and_checksums.libc, Library  # type: ignore[assignment]
         try:
-            with mmap_huge_pages_crc32.interleaved([0, 0]) as done:  # twice the one node there surely is
+            with mapped_files_and_checksums.interleaved([0, 0]) as done:  # twice the one node there surely is
                 pass
         finally:
-            mmap_huge_pages_crc32.libc = original
+            mapped_files_and_checksums.libc = original
         if done:
             assert [mode for _, mode in calls] == [-1, 3, 0]
 

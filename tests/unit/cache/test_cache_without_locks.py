@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import locks, mmap_huge_pages_crc32, source_stamps_and_digests
+from legroom.cache import locks, mapped_files_and_checksums, source_stamps_and_digests
 
 
 def test_without_locks_data_are_read_into_the_process(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,5 +24,5 @@ def test_without_preadv_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "a"
     path.write_bytes(bytes(range(256)) * 5000)
     before = source_stamps_and_digests.digest_source(source_stamps_and_digests.stamp_source([path]), "md5")
-    monkeypatch.delattr(mmap_huge_pages_crc32.os, "preadv", raising=False)
+    monkeypatch.delattr(mapped_files_and_checksums.os, "preadv", raising=False)
     assert source_stamps_and_digests.digest_source(source_stamps_and_digests.stamp_source([path]), "md5") == before

@@ -32,7 +32,7 @@ from legroom.charts.drawing import (
     xml_text,
 )
 from legroom.charts.html_page import bullets, element, page, table
-from legroom.charts.memory_pool_chart import amount, pool_chart
+from legroom.charts.pool_and_process_charts import amount, pool_chart
 from legroom.errors import MissingPackage, UsageError
 from legroom.records.gpu_results import BatchFound, Trial
 from legroom.records.watch_sample import AlarmSpan, Mark, PoolPoint

@@ -7,7 +7,7 @@ import re
 import click
 import pytest
 
-from legroom.cli.help_formatter import HelpFormatter
+from legroom.cli.help import HelpFormatter
 from legroom.cli.main import COMMANDS, run
 from legroom.messages import cells
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.cache.mmap_huge_pages_crc32 import grouped
+from legroom.cache.mapped_files_and_checksums import grouped
 from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 from legroom.formats.gather_byte_ranges import GrowingMemory, gather_ranges, rows_between, slabs_of_rows

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fake_cuda import GB, MB, FakeCuda, FakeDevice
 
-from legroom.gpu.account_gpu_memory import account_device
-from legroom.gpu.cuda_context_size import measure_overhead, used_before_context
+from legroom.gpu.account_gpu_memory import account_device, measure_overhead, used_before_context
 from legroom.probe.nvml import bytes_of_grown
 
 

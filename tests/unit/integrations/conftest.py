@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from integrations.fake_watch import FakeWatch
 
-from legroom.integrations.guard import training_run_hooks
+from legroom.integrations import guard as training_run_hooks
 
 
 @pytest.fixture

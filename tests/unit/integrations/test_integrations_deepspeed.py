@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from legroom.advice.zero_memory_and_deepspeed_config import emit_training
+from legroom.advice.zero_and_deepspeed import emit_training
 from legroom.errors import UsageError
 from legroom.integrations import deepspeed
 from legroom.records.settings_and_overrides import Settings

@@ -17,10 +17,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
 from legroom.errors import UsageError
-from legroom.integrations.guard import Guard
-from legroom.integrations.guard.checkpoint_schedule import CheckpointSchedule, disk_full, threatens
-from legroom.integrations.guard.epoch_memory_log import MemorySnapshot, TorchMemory, epoch_lines, memory_snapshot
-from legroom.integrations.guard.retune_loader import apply_settings, retune
+from legroom.integrations.guard import (
+    CheckpointSchedule,
+    Guard,
+    MemorySnapshot,
+    TorchMemory,
+    apply_settings,
+    disk_full,
+    epoch_lines,
+    memory_snapshot,
+    retune,
+    threatens,
+)
 from legroom.records.finding_and_alarm import Alarm
 from legroom.records.machine import Pool
 from legroom.records.settings_and_overrides import Settings

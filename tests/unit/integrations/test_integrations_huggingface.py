@@ -71,13 +71,13 @@ def alarming(watches: list[FakeWatch]) -> Any:
 def test_alarms_blocks_and_a_checkpoint_in_time(
     watches: list[FakeWatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_trainer: bool
 ) -> None:
-    from legroom.integrations.guard.retune_loader import unwrap_loader
+    from legroom.integrations.guard import unwrap_loader
     from legroom.integrations.huggingface import LegroomCallback
     from legroom.records.settings_and_overrides import Settings
 
     loaders: list[Any] = []
     monkeypatch.setattr(
-        "legroom.integrations.guard.training_run_hooks.retune",
+        "legroom.integrations.guard.retune",
         lambda loader, **_: (loaders.append(unwrap_loader(loader)), (Settings(4, 2, num_workers=1), None))[1],
     )
     shown: list[logging.LogRecord] = []

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from legroom.cache import remote_version_asked_once_a_minute
+from legroom.cache import remembered_sources
 from legroom.cache.download import PIECE
 from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
 from legroom.integrations import ray_cluster_commands
-from legroom.integrations.ray_node_send_and_receive import signature
+from legroom.integrations.ray_node import signature
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from object_server import object_server
 
@@ -26,7 +26,7 @@ def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     for variable, name in (("LEGROOM_SHM", "shm"), ("LEGROOM_DIR", "disk")):
         (tmp_path / name).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / name))
-    monkeypatch.setattr(remote_version_asked_once_a_minute, "_here", {})
+    monkeypatch.setattr(remembered_sources, "_here", {})
     file = io.BytesIO()
     np.save(file, ROWS)
     return file.getvalue()

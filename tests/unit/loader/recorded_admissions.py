@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from legroom.advice.memory_need_of_loaders_and_processes import Each
+from legroom.advice.memory_need import Each
 from legroom.loader.dataloader import dataloader
 from legroom.loader.dataloader.admit_workers_by_memory import Admission
 

@@ -19,9 +19,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 import legroom
-from legroom.loader.dataloader.sharing.digest_equal_in_any_process import digest
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder, groups
-from legroom.loader.dataloader.sharing.group_settings import group_key
+from legroom.loader.dataloader.sharing.group_settings import digest, group_key
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import DEATHS, OwnBatches
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Orders
 

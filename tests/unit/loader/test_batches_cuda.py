@@ -24,10 +24,10 @@ from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches import (
     choose_faster_cuda_path,
+    cpu_gather,
     cuda_calls_for_gather,
     cuda_pinned,
     cuda_resident,
-    gather_threads,
 )
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
 from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
@@ -655,7 +655,7 @@ def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
 
 def test_an_error_in_the_thread_is_raised_by_gather(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = stored.open(FakeDriver(), DISK)
-    for module in (gather_threads, cuda_pinned):
+    for module in (cpu_gather, cuda_pinned):
         monkeypatch.setattr(module, "take_rows", lambda *_: 1 / 0)
     gatherer.begin(ROWS)
     with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from recorded_admissions import record_admissions
 
-from legroom.advice.memory_need_of_loaders_and_processes import Each
+from legroom.advice.memory_need import Each
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader import admit_workers_by_memory, memory_slots, worker_shutdown
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for

@@ -11,12 +11,7 @@ import pytest
 import share_data
 
 from legroom.errors import ShareMismatch, ShareUnsupported, Unpicklable, UsageError
-from legroom.loader.dataloader.sharing import (
-    digest_equal_in_any_process,
-    group_settings,
-    order_and_seed_of_each_batch,
-    start_producer_process,
-)
+from legroom.loader.dataloader.sharing import group_settings, order_and_seed_of_each_batch, start_producer_process
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -174,8 +169,8 @@ def test_each_rank_has_its_group() -> None:
 def test_digests_name_what_differs() -> None:
     one = {"image": torch.zeros(2), "meta": [1, {"name": "a"}], "array": np.arange(3)}
     other = {"image": torch.zeros(2), "meta": [1, {"name": "b"}], "array": np.arange(3).astype(np.int32)}
-    assert digest_equal_in_any_process.differing(one, other) == ["['meta'][1]['name']", "['array']"]
-    assert digest_equal_in_any_process.differing(one, {**one}) == []
+    assert group_settings.differing(one, other) == ["['meta'][1]['name']", "['array']"]
+    assert group_settings.differing(one, {**one}) == []
 
 
 def test_the_path_of_what_cannot_be_pickled() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.loader.batches import gather_threads
-from legroom.loader.batches.gather_threads import RowThreads, TaskThread
+from legroom.loader.batches import cpu_gather
+from legroom.loader.batches.cpu_gather import RowThreads, TaskThread
 
 
 @pytest.fixture
 def eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_threads, "usable_cpus", lambda: 8)
-    monkeypatch.setattr(gather_threads, "_LEAST_PART", 64)
+    monkeypatch.setattr(cpu_gather, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(cpu_gather, "_LEAST_PART", 64)
 
 
 _before: set[threading.Thread] = set()
@@ -65,7 +65,7 @@ def test_an_error_is_raised_after_all_threads_have_ended_their_part(
         assert writing.wait(60)
         ended.append(threading.current_thread().name)
 
-    monkeypatch.setattr(gather_threads, "take_rows", take)
+    monkeypatch.setattr(cpu_gather, "take_rows", take)
     with pytest.raises(MemoryError):
         threads.copy(np.zeros((100, 8)), np.arange(100), np.empty(6400, np.uint8))
     assert len(ended) == 7
@@ -94,8 +94,8 @@ def test_a_thread_ends_with_its_owner() -> None:
 
 
 def test_without_room_for_threads_everything_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_threads, "start_daemon_thread", lambda *_: None)
-    monkeypatch.setattr(gather_threads, "room_for_threads", lambda *_: False)
+    monkeypatch.setattr(cpu_gather, "start_daemon_thread", lambda *_: None)
+    monkeypatch.setattr(cpu_gather, "room_for_threads", lambda *_: False)
     thread, threads = TaskThread("legroom-test"), RowThreads()
     assert thread.start(threading.current_thread).result() is threading.current_thread() and names() == []
     into = np.zeros(800_000, np.uint8)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import legroom
-from legroom.advice.safe_settings_for_doctor import safe_settings
+from legroom.advice.choose_settings import safe_settings
 from legroom.cache import list_gpu_copies
 from legroom.cache.list_gpu_copies import gpu_copies, holders
 from legroom.cli import doctor

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from legroom.advice.job_settings_to_workload import Demand
-from legroom.advice.memory_need_of_loaders_and_processes import SPARE
+from legroom.advice.memory_need import SPARE
 from legroom.loader import legroom_check, measure_process_memory
 from legroom.loader.measure_process_memory import BareProcess, FreeMemory, bare_process, with_bare_processes
 

@@ -304,7 +304,7 @@ def test_files_that_were_removed_meanwhile_are_read_from_their_maps(
 def test_a_copy_that_exists_is_attached_by_the_manifests_alone(
     tmp_path: Path, kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legroom.cache.remembered_source_digests.QUIET_NS", 0)  # the files are young
+    monkeypatch.setattr("legroom.cache.remembered_sources.QUIET_NS", 0)  # the files are young
     driver = FakeDriver()
     monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     expected = state()

@@ -39,7 +39,7 @@ import sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from monitor_samples import MB, moments, pool, sample
 from legroom.monitor.notify import Notifier, function_sender
-from legroom.monitor.outputs_that_may_block import BackgroundOutput
+from legroom.monitor.watch_loop import BackgroundOutput
 from legroom.monitor.watch_loop import feed_outputs
 class Lines:
     def show(self, moment): print("shown", moment.sample.clock)

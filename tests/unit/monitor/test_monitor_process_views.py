@@ -8,8 +8,7 @@ from tests.unit.monitor.monitor_samples import sample as base_sample
 
 from legroom.charts.drawing import svg
 from legroom.monitor import tui_lines
-from legroom.monitor.pool_and_alarm_timeline import Timeline
-from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, ProcessTimeline, largest_pids, over_steps
+from legroom.monitor.timeline import ProcessFrame, ProcessPoint, ProcessTimeline, Timeline, largest_pids, over_steps
 from legroom.monitor.tui import ScreenState, TerminalView
 from legroom.monitor.watch_log import moment_object, parse_sample
 from legroom.monitor.watch_plot import kinds_chart, processes_chart, watch_page

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from legroom.monitor import outputs_that_may_block
-from legroom.monitor.outputs_that_may_block import BackgroundOutput
-from legroom.monitor.watch_loop import StopEvent
+from legroom.monitor import watch_loop
+from legroom.monitor.watch_loop import BackgroundOutput, StopEvent
 from legroom.records.watch_sample import Moment
 from watch_runs import moments
 
@@ -63,7 +62,7 @@ class Unread:
 
 
 def test_an_output_that_is_not_read_loses_samples_and_delays_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs_that_may_block, "_MOST_WAITING", 3)
+    monkeypatch.setattr(watch_loop, "_MOST_WAITING", 3)
     said: list[str] = []
     unread, (first, *others) = Unread(), list(moments(12))[1:]
     output = BackgroundOutput(unread, StopEvent(), said.append)
@@ -93,7 +92,7 @@ def test_an_output_that_is_not_read_loses_samples_and_delays_none(monkeypatch: p
 
 
 def test_a_stopped_watch_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs_that_may_block, "_LAST_WAIT", 0.1)
+    monkeypatch.setattr(watch_loop, "_LAST_WAIT", 0.1)
     unread, stop = Unread(), StopEvent()
     output = BackgroundOutput(unread, stop, print)
     output.show(next(moments(1)))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import MissingPackage, UsageError
-from legroom.monitor.pool_and_alarm_timeline import RECENT, PoolSeries, Timeline, column_shares, thin_points
+from legroom.monitor.timeline import RECENT, PoolSeries, Timeline, column_shares, thin_points
 from legroom.monitor.watch_plot import Plot, drawn
 from legroom.records.machine import Pool
 from legroom.records.watch_sample import Annotations, Mark, Moment, PoolPoint

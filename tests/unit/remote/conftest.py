@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import remote_version_asked_once_a_minute
-from legroom.remote import request_retries
+from legroom.cache import remembered_sources
+from legroom.remote import remote_errors_and_retries
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(folder))
-    monkeypatch.setattr(remote_version_asked_once_a_minute, "_here", {})
-    monkeypatch.setattr(request_retries, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remembered_sources, "_here", {})
+    monkeypatch.setattr(remote_errors_and_retries, "_FIRST_PAUSE", 0.01)
     return tmp_path / "shm" / f"legroom-{os.geteuid()}"
 
 

@@ -16,8 +16,7 @@ import pytest
 import legroom
 from legroom.cache.download import PIECE, Download
 from legroom.errors import NoRoom
-from legroom.remote.object_url import object_url
-from legroom.remote.object_version import ObjectStamp
+from legroom.remote.remote_object import ObjectStamp, object_url
 from object_server import object_server
 
 Encode = Callable[[Any], bytes]

@@ -12,7 +12,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.remote import object_store, request_retries
+from legroom.remote import object_store, remote_errors_and_retries
 from object_server import faulty_proxy, object_server
 
 Encode = Callable[[Any], bytes]
@@ -71,8 +71,8 @@ def test_delayed_answers(shm: Path, npy: Encode) -> None:
 
 def test_what_failures_say(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
     """In words, with numbers, and with what to do. What has arrived is kept where it helps."""
-    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
-    monkeypatch.setattr(request_retries, "_TIMEOUTS", 1)
+    monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 2)
+    monkeypatch.setattr(remote_errors_and_retries, "_TIMEOUTS", 1)
     with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
         url = f"http://127.0.0.1:{faults.port}/x.npy"
 

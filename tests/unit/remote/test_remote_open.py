@@ -26,9 +26,9 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import drop_and_gc, list_and_verify, remote_version_asked_once_a_minute
+from legroom.cache import drop_and_gc, list_and_verify, remembered_sources
 from legroom.cache.download import PIECE
-from legroom.remote import object_store, request_retries
+from legroom.remote import object_store, remote_errors_and_retries
 from object_server import Objects, faulty_proxy, object_server
 
 Encode = Callable[[Any], bytes]
@@ -122,8 +122,8 @@ def test_servers_that_offer_less(shm: Path, npy: Encode, missing: str) -> None:
 def test_an_object_in_one_request_is_asked_for_again_as_often_and_with_the_pauses_of_any_request(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_retries, "ATTEMPTS", 3)
-    monkeypatch.setattr(request_retries, "_FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 3)
+    monkeypatch.setattr(remote_errors_and_retries, "_FIRST_PAUSE", 1.0)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
     pauses: list[float] = []
     usual = object_store.RemoteObject.__init__
@@ -277,7 +277,7 @@ def test_cut_connections_are_resumed(shm: Path, npy: Encode) -> None:
 def test_a_server_that_always_cuts_is_an_error_and_what_arrived_is_kept(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
+    monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 2)
     with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
         url = f"http://127.0.0.1:{faults.port}/x.npy"
 
@@ -303,9 +303,9 @@ def test_damage_is_found_by_the_stated_md5(shm: Path, npy: Encode, monkeypatch: 
     """As on S3: the ETag of an object that was uploaded in one part is its MD5."""
     import hashlib
 
-    from legroom.remote import object_version
+    from legroom.remote import remote_object
 
-    monkeypatch.setattr(object_version, "_etag_md5", lambda _, etag: (etag or "").strip('"') or None)
+    monkeypatch.setattr(remote_object, "_etag_md5", lambda _, etag: (etag or "").strip('"') or None)
     monkeypatch.setattr(Objects, "etag", lambda self, name: '"' + hashlib.md5(self.data[name]).hexdigest() + '"')
     with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
         url = f"http://127.0.0.1:{faults.port}/x.npy"
@@ -331,9 +331,9 @@ def test_damage_is_found_by_the_stated_md5(shm: Path, npy: Encode, monkeypatch: 
 def test_an_etag_that_only_looks_like_an_md5_is_accepted(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legroom.remote import object_version
+    from legroom.remote import remote_object
 
-    monkeypatch.setattr(object_version, "_etag_md5", lambda _, etag: "0" * 32)
+    monkeypatch.setattr(remote_object, "_etag_md5", lambda _, etag: "0" * 32)
     with object_server(x__npy=npy(ROWS[:100])) as server, legroom.open(server.url("x.npy")) as data:
         assert np.array_equal(data["array"], ROWS[:100])
 
@@ -352,7 +352,7 @@ def test_an_object_replaced_while_it_is_read(shm: Path, npy: Encode) -> None:
         with legroom.open(server.url("x.npy")) as data:  # once more, with the new version
             assert np.array_equal(data["array"], ROWS + 1)
         most = 1000
-        remote_version_asked_once_a_minute._here.clear()
+        remembered_sources._here.clear()
         server.data["x.npy"] = npy(ROWS - 1)
         with pytest.raises(errors.SourceChanged, match="changed while it was being read"):
             legroom.open(server.url("x.npy"), revalidate=True)
@@ -384,7 +384,7 @@ def test_kill_in_the_middle_and_resume(shm: Path, npy: Encode) -> None:
 def test_a_damaged_piece_of_an_earlier_attempt_is_fetched_again(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_retries, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 1)
     with object_server(x__npy=npy(ROWS)) as server:
 
         def refuse(method: str, offset: int) -> None:
@@ -433,7 +433,7 @@ def test_gc_removes_abandoned_downloads_and_keeps_young_ones(shm: Path, npy: Enc
 
 
 def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
+    monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 2)
     with object_server(x__npy=npy(ROWS)) as server:
         query = "?X-Amz-Signature=sesame&token=sesame"
         with pytest.raises(errors.NoSuchObject) as gone:
@@ -444,7 +444,7 @@ def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatc
         server.need = None
         let_go = threading.Event()
         server.before = lambda method, _: let_go.wait(60) and None if method == "GET" else None
-        monkeypatch.setattr(request_retries, "_TIMEOUTS", 1)
+        monkeypatch.setattr(remote_errors_and_retries, "_TIMEOUTS", 1)
         monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.5")
         with pytest.raises(errors.RemoteTimeout) as slow:
             legroom.open(server.url("x.npy") + query)
@@ -469,7 +469,7 @@ def test_a_server_that_fails_at_the_first_contact_is_not_a_missing_object(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fsspec raises FileNotFoundError for everything that goes wrong there."""
-    monkeypatch.setattr(request_retries, "ATTEMPTS", 2)
+    monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         with pytest.raises(errors.RemoteUnreachable, match=r"no connection to the server: .*127\.0\.0\.1"):

@@ -16,7 +16,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import drop_and_gc, remote_version_asked_once_a_minute
+from legroom.cache import drop_and_gc, remembered_sources
 from object_server import faulty_proxy
 
 # aiobotocore and moto use what newer Pythons and libraries have deprecated.
@@ -180,7 +180,7 @@ def test_errors(s3: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     _endpoint(monkeypatch, port)
-    remote_version_asked_once_a_minute._here.clear()
+    remembered_sources._here.clear()
     with pytest.raises(errors.NoCredentials) as caught:
         _open()
     assert caught.value.code == "no-credentials" and "aws configure" in caught.value.fix

@@ -8,8 +8,16 @@ import pickle
 
 import pytest
 
-from legroom.remote.object_url import is_url, local_path, object_url, redacted, without_credentials
-from legroom.remote.object_version import ObjectStamp, stamp_from_json, stamp_of_info
+from legroom.remote.remote_object import (
+    ObjectStamp,
+    is_url,
+    local_path,
+    object_url,
+    redacted,
+    stamp_from_json,
+    stamp_of_info,
+    without_credentials,
+)
 
 MD5 = "0cc175b9c0f1b6a831c399e269772661"
 

@@ -25,7 +25,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.report.bundle import CONTENTS, Attachments, RedactedPart, checked_path, pack, redacted, write
 from legroom.report.collect import LOG_END, MACHINE, collect, log_end, settings, versions
-from legroom.report.find_private_names import identities
+from legroom.report.private_names import identities
 from legroom.report.redact import Redactor
 
 TREES = sorted(path.name for path in rigs.TREES.iterdir() if (path / "recording.json").is_file())

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from legroom.report.names_not_redacted import COMMON, PUBLIC_HOSTS, harmless
-from legroom.report.redact import Identities, Redactor, readings, shape_of
+from legroom.report.redact import COMMON, PUBLIC_HOSTS, Identities, Redactor, harmless, readings, shape_of
 
 
 def _percent_all(text: str) -> str:

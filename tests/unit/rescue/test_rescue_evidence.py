@@ -17,7 +17,6 @@ from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, OomVictims, make_job_cgroup
 from legroom.rescue.find_failures_in_log import facts_of, named_paths
-from legroom.rescue.hang_on_full_shm import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
 from legroom.rescue.job_sampling import (
     DiskLevels,
@@ -29,6 +28,7 @@ from legroom.rescue.job_sampling import (
     thinned,
     worst_stall,
 )
+from legroom.rescue.job_shm_files import hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.verdict import classify
 from legroom.system.processes_and_threads import ExitStatus
 

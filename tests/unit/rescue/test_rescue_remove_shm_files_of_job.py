@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.rescue.remove_shm_files_of_job import JobShmFiles
+from legroom.rescue.job_shm_files import JobShmFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm")
 

@@ -4,7 +4,7 @@ legroom_open             legroom.open and the Data that it returns
 batch_iterator           Batches: the loop and its epochs; gathers the next batch in a thread where that saves time
 state_dict               the state of a loop over batches, which is checked when it is loaded
 batch_settings           checks the arguments of data.batches, selects the columns, chooses the path (cpu, …)
-cpu_gather               copies rows into batches on the CPU: threads, reused buffers
+cpu_gather               copies rows into batches on the CPU: threads beside the training loop, reused buffers
 cuda_calls_for_gather    the calls to torch.cuda and the CUDA runtime that the gatherers need
 cuda_gather_base         what the CUDA gatherers share: side stream, row layout, resources kept per process
 choose_faster_cuda_path  chooses between copy engines, kernel and CPU threads in the first batches of a loop
@@ -14,5 +14,4 @@ cuda_kernel              that kernel, compiled by NVRTC
 cuda_pinned              the CPU gathers into page-locked buffers, which are copied to the GPU
 cuda_resident            the arrays are kept in GPU memory, one copy for all processes, and gathered there
 cuda_upload              copies arrays to GPU memory with several threads
-gather_threads           threads that gather rows beside a training loop
 """

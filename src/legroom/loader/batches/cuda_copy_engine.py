@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from legroom.loader.batches.cpu_gather import RowThreads, TaskThread
 from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
 from legroom.loader.batches.cuda_pinned import StagingBuffer, column_offsets
 from legroom.loader.batches.cuda_registered import RegisteredColumns
-from legroom.loader.batches.gather_threads import RowThreads, TaskThread
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.cpu_gather import RowThreads, TaskThread, take_rows
 from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
-from legroom.loader.batches.gather_threads import RowThreads, TaskThread, take_rows
 from legroom.messages import say
 from legroom.system.processes_and_threads import usable_cpus
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.mmap_huge_pages_crc32 import HUGE_PAGE, read_at
+from legroom.cache.mapped_files_and_checksums import HUGE_PAGE, read_at
 from legroom.formats.base_reader import Extent
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus

@@ -24,15 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from legroom.advice.fix_commands import raise_ram_limit
-from legroom.advice.memory_need_of_loaders_and_processes import (
-    SPARE,
-    Each,
-    fits,
-    least,
-    most_samples,
-    most_workers,
-    spare,
-)
+from legroom.advice.memory_need import SPARE, Each, fits, least, most_samples, most_workers, spare
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader.worker_shutdown import (
     BlockedCheck,

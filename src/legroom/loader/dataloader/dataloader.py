@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy.random  # noqa: F401 - torch seeds it in every worker: a fork has it, and need not read it again
 
-from legroom.advice.memory_need_of_loaders_and_processes import Each
+from legroom.advice.memory_need import Each
 from legroom.errors import Unpicklable, UsageError
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for

@@ -43,7 +43,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from legroom.advice.memory_need_of_loaders_and_processes import Each, fits
+from legroom.advice.memory_need import Each, fits
 from legroom.cache.store_free_space import STEP, memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.dataloader.admit_workers_by_memory import does_not_fit

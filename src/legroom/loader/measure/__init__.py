@@ -1,8 +1,7 @@
 """Measures a dataset and a DataLoader, for ``legroom.check`` and ``legroom.tune``.
 
     import_dataset              imports a dataset by its name; its length and kind
-    load_timed_samples          loads a few samples; bytes in a sample or a batch
-    unchanged_random_state      restores random, numpy and torch after a measurement, so that a seeded run is the same
+    load_timed_samples          loads a few samples; bytes in a sample or a batch; leaves the random state as it was
     dataset_bytes_and_seconds   measures a dataset and its collate function in this process
     measure_dataset_in_child    the same in a child process that may crash
     dataloader_throughput       throughput of a DataLoader, cost of sending a batch, time of a training step

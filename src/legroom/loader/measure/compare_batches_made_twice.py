@@ -17,7 +17,7 @@ from typing import Any
 
 from legroom.errors import BatchSizeNeeded, DatasetFailed
 from legroom.loader.dataloader.resume import dataset_state_dict
-from legroom.loader.dataloader.sharing.digest_equal_in_any_process import leaves
+from legroom.loader.dataloader.sharing.group_settings import leaves
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Orders, SeededStream
 from legroom.loader.measure.import_dataset import chosen_batch_size, find_dataset, length

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from legroom.advice.choose_tuned_settings import Step
+from legroom.advice.choose_settings import Step
 from legroom.errors import UsageError
 from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.measure.load_timed_samples import Clock, draw_samples

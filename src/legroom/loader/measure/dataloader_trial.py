@@ -310,7 +310,7 @@ class _Copies:
         """Write it, after the loop: looking up attributes writes to every object, and takes memory of its own."""
         for one in self._copied:
             if one.copied:
-                from legroom.cache.freeze_dataset_attributes import copied_parts
+                from legroom.cache.freeze import copied_parts
 
                 note(step="copied", attributes=copied_parts(self._dataset, one, self._samples))
 

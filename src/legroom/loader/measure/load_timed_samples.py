@@ -1,4 +1,7 @@
-"""Loads a few samples of a dataset, each timed, and counts the bytes in a sample or a batch."""
+"""Loads a few samples of a dataset, each timed, and counts the bytes in a sample or a batch.
+
+The program's random numbers after a measurement are those that it would have drawn without one.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,37 @@ import io
 import pickle
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from legroom.loader.measure.import_dataset import is_iterable
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Restore the global generators of random, numpy and torch's CPU afterwards.
+
+    A measurement must not change what a seeded run computes. Generators that a dataset owns, and CUDA's, are not
+    covered.
+    """
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    plain, tensors = random.getstate(), torch.get_rng_state()
+    arrays = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(plain)
+        torch.set_rng_state(tensors)
+        if numpy:
+            numpy.random.set_state(arrays)
+
 
 _MOST_DRAWN = 1 << 16  # indices of an order that is drawn in advance
 _SCHEDSTAT = "/proc/thread-self/schedstat"

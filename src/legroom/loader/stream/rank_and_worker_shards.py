@@ -15,10 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 from legroom.loader.rank_sampler import Uneven
-from legroom.loader.stream.arrow_ipc import IpcSource
 from legroom.loader.stream.parquet_row_groups import ParquetSource
 from legroom.loader.stream.shuffle import RowChunk, StreamPosition
-from legroom.loader.stream.stream_files import Catalog, RowGroup
+from legroom.loader.stream.stream_files import Catalog, IpcSource, RowGroup
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision
 from legroom.system.lazy_and_optional_imports import import_lock
 

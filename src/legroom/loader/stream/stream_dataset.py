@@ -1,7 +1,8 @@
 """``legroom.stream``: batches from Parquet and Arrow files of any size, within a memory limit.
 
 The limit holds for each process that loops: every DataLoader worker has its own. A Stream holds only metadata of its
-files; each loop opens them one at a time and closes them.
+files; each loop opens them one at a time and closes them. Its state_dict holds numbers and strings only, never rows, so
+JSON, pickle and torch.save can store it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from legroom.errors import BudgetTooSmall, NoLength
+from legroom.errors import BudgetTooSmall, NoLength, UsageError
 from legroom.loader.rank_sampler import UNEVEN, Uneven, process_group, rank_and_world
-from legroom.loader.stream import stream_state
-from legroom.loader.stream.arrow_ipc import copied
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
 from legroom.loader.stream.parquet_row_groups import leaf_count
 from legroom.loader.stream.rank_and_worker_shards import (
@@ -40,12 +39,77 @@ from legroom.loader.stream.shuffle import (
     window_order,
     windows,
 )
-from legroom.loader.stream.stream_files import Catalog, Paths, expand, read_catalog
+from legroom.loader.stream.stream_files import Catalog, Paths, copied, expand, read_catalog
 from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small
 from legroom.messages import phrase, say
 from legroom.system.argument_checks import check_arguments, check_choice, check_integer
 from legroom.system.lazy_and_optional_imports import require
 from legroom.units import parse_size
+
+_VERSION = 1
+
+
+def pack(
+    settings: Mapping[str, Any], epoch: int, shard: Shard, position: StreamPosition | None, count: int
+) -> dict[str, Any]:
+    """The state after ``count`` batches of that epoch; ``position`` None: it has not begun."""
+    return {
+        "legroom_stream": _VERSION,
+        "settings": dict(settings),
+        "epoch": epoch,
+        "batches": count,
+        "shard": asdict(shard),
+        "position": None if position is None else asdict(position),
+    }
+
+
+def unpack(state: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[int, Shard, StreamPosition | None, int]:
+    """(epoch, shard, position, batches) of a state that was saved with this stream."""
+    if not isinstance(state, Mapping) or state.get("legroom_stream") != _VERSION:
+        raise UsageError(
+            say("this is not a state_dict of a stream, or of another format version"),
+            why=say("it must contain legroom_stream={version}", version=_VERSION),
+            fix=(say("load the result of stream.state_dict()"),),
+        )
+    saved = state.get("settings", {})
+    for name in settings:
+        if saved.get(name) != settings[name]:
+            raise UsageError(
+                say("the state was saved with another stream"),
+                why=say(
+                    "{name} was {then!r} and is {now!r}",
+                    name=say("the data (their files, rows or columns)") if name == "data" else name,
+                    then=saved.get(name),
+                    now=settings[name],
+                ),
+                fix=(
+                    say("create the stream with the same files and settings"),
+                    say("or restart the epoch: do not call load_state_dict"),
+                ),
+            )
+    try:
+        saved_position = state["position"]
+        position = None if saved_position is None else StreamPosition(**saved_position)
+        return int(state["epoch"]), Shard(**state["shard"]), position, int(state["batches"])
+    except (KeyError, TypeError, ValueError) as problem:
+        raise UsageError(
+            say("this state of a stream is incomplete"),
+            why=repr(problem),
+            fix=(say("save it again with state_dict()"),),
+        ) from problem
+
+
+def require_shard(saved: Shard, here: Shard) -> None:
+    """Refuse to resume a shard that another worker was reading."""
+    if saved != here:
+        raise UsageError(
+            say("the state was saved by another DataLoader worker"),
+            why=say(
+                "saved by worker {worker} of {workers}, loaded by worker {now} of {of}",
+                worker=saved.worker, workers=saved.workers, now=here.worker, of=here.workers,
+            ),
+            fix=(say("save and load one state per worker, with the same number of workers"),),
+        )  # fmt: skip
 
 
 def stream(
@@ -222,7 +286,7 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         shard = Shard(self.settings.rank, self.settings.world_size, *this_worker())
         loop, self._resume = self._resume or _LoopState(self._current_epoch(), shard), None
-        stream_state.require_shard(loop.shard, shard)
+        require_shard(loop.shard, shard)
         if self._epoch is None:
             self._next_epoch = loop.epoch + 1
         self._current = loop
@@ -242,11 +306,11 @@ class Stream:
             loop = _LoopState(
                 self._current_epoch(), Shard(self.settings.rank, self.settings.world_size, *this_worker())
             )
-        return stream_state.pack(self._facts, loop.epoch, loop.shard, loop.position, loop.batches)
+        return pack(self._facts, loop.epoch, loop.shard, loop.position, loop.batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume there in the next loop; a state of other data or settings is refused."""
-        self._resume = _LoopState(*stream_state.unpack(state, self._facts))
+        self._resume = _LoopState(*unpack(state, self._facts))
         self._current = None
         if self._epoch is not None:
             self._epoch = self._resume.epoch

@@ -11,10 +11,8 @@
     batch_window_and_late_joiners  which batches are kept, who waits for whom, when a slow trainer is let go
     assign_gpu_ring_copies         which trainer copies a batch to a GPU, and which read that copy
     producer_messages              messages and descriptors between a trainer and the producer
-    group_folder                   the sockets and locks of all groups of a user
-    producer_log                   what the producer and its workers print: kept short
-    group_settings                 what must be equal in a group
-    digest_equal_in_any_process    digests of samples, batches and functions that are equal in different processes
+    group_folder                   the sockets, locks and the producer's log of all groups of a user
+    group_settings                 what must be equal in a group, compared by digests of settings, samples and functions
     order_and_seed_of_each_batch   order and random numbers as functions of the group's seed, the epoch and the batch
 
 Who changes what: the window is in the producer's memory alone, changed under one lock. A trainer changes nothing that

@@ -5,7 +5,8 @@
                 starts a producer, which inherits it
     KEY.alone   held by a trainer that has no producer because no other trainer is there: one that comes and does not
                 get it starts a producer. It says what must be equal in the group
-    KEY.log     what the producer and its workers print: see producer_log.py; removed when it ends by itself
+    KEY.log     what the producer and its workers print; removed when it ends by itself. A dataset may print for every
+                sample, so only the end is kept
 
 No batch is stored here.
 """
@@ -23,8 +24,6 @@ from typing import Any
 from legroom.cache import locks
 from legroom.cache.store_directories import existing_stores, open_stores
 from legroom.errors import ShareUnsupported
-from legroom.loader.dataloader.sharing import producer_log
-from legroom.loader.dataloader.sharing.producer_log import LOG
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.messages import say
 from legroom.records.watch_sample import GroupRow, TrainerRow
@@ -119,11 +118,11 @@ class GroupFiles:
 
     def open_log(self) -> int:
         """A descriptor of an empty log."""
-        return producer_log.open_empty(self.folder, self.key + LOG)
+        return open_empty_log(self.folder, self.key + LOG)
 
     def shorten_log(self) -> None:
         """Keep the end of a long log."""
-        producer_log.shorten(self.folder, self.key + LOG)
+        shorten_log(self.folder, self.key + LOG)
 
     def log_path(self) -> Path:
         return self.path / (self.key + LOG)
@@ -232,3 +231,31 @@ def _status(files: GroupFiles) -> dict[str, Any] | None:
         return None
     finally:
         connection.close()
+
+
+LOG = ".log"
+_LARGEST_LOG, _KEPT_OF_LOG = 1 << 20, 64 << 10  # bytes: the log is in the store, which may be in memory
+
+
+def open_empty_log(folder: int, name: str) -> int:
+    """A descriptor of an empty log in that folder."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(name, flags, 0o600, dir_fd=folder)
+
+
+def shorten_log(folder: int, name: str) -> None:
+    """Keep only the end of a log that is too long; the producer does so every now and then."""
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        return
+    try:
+        size = os.fstat(fd).st_size
+        if size > _LARGEST_LOG:
+            end = os.pread(fd, _KEPT_OF_LOG, size - _KEPT_OF_LOG)
+            os.ftruncate(fd, 0)
+            os.write(fd, end)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from legroom.advice.memory_need_of_loaders_and_processes import SPARE
+from legroom.advice.memory_need import SPARE
 from legroom.errors import BudgetTooSmall, WorkerDied
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.epoch_iterator import Progress, WorkerState

@@ -32,10 +32,9 @@ from legroom.loader.dataloader.collate import parse_budget
 from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import GpuRings
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, MadeBatch, Window
-from legroom.loader.dataloader.sharing.group_folder import LOCK, SOCKET, GroupFiles
+from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Endless, Orders, Position, SeededDataset
-from legroom.loader.dataloader.sharing.producer_log import LOG
 from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
 from legroom.loader.dataloader.sharing.start_producer_process import Recipe, loader_class
 from legroom.loader.dataloader.torch_internals import drop_iterator, workers

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from legroom.advice.memory_need_of_loaders_and_processes import SPARE
+from legroom.advice.memory_need import SPARE
 from legroom.errors import BudgetTooSmall, LegroomError, ProducerFailed
 from legroom.loader.dataloader import receive
-from legroom.loader.dataloader.sharing.group_folder import LOCK, SOCKET, GroupFiles
+from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Position
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Producer, portable
-from legroom.loader.dataloader.sharing.producer_log import LOG
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.loader.dataloader.sharing.start_producer_process import Recipe, unpickled
 from legroom.loader.measure_process_memory import FreeMemory, free_memory_now, private_bytes

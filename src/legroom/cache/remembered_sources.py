@@ -1,11 +1,13 @@
-"""The digest remembered for each source: small files in ``sources/``, and links in ``samples/``.
+"""What the stores remember of sources: the digest of each, and for a short time the version of a remote object.
 
-A record contains its own name and a checksum, so a record that was swapped, renamed or damaged is not used.
+Digests are small files in ``sources/``, and links in ``samples/``. A record contains its own name and a checksum, so a
+record that was swapped, renamed or damaged is not used. It is trusted if its stamp and the stamps of all referenced
+files match, and the file had been unchanged for two seconds when hashing began. File system clocks are coarse: a file
+that is written twice within one tick keeps its stamp. A record made earlier is trusted only for requests from before
+the hashing began: hashing at that time could not have given them a better answer.
 
-A record is trusted if its stamp and the stamps of all referenced files match, and the file had been unchanged for two
-seconds when hashing began. File system clocks are coarse: a file that is written twice within one tick keeps its
-stamp. A record made earlier is trusted only for requests from before the hashing began: hashing at that time could
-not have given them a better answer.
+The version of a remote object is asked of its server at most once a minute: ranks and workers that open the same URL at
+once ask once. With ``ask`` the server is asked now.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import secrets
 import stat
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,16 +27,18 @@ from typing import Any
 
 from legroom.cache.file_stamps import Stamp
 from legroom.cache.manifest import is_key
-from legroom.cache.mmap_huge_pages_crc32 import write_all
+from legroom.cache.mapped_files_and_checksums import write_all
 from legroom.cache.source_stamps_and_digests import DIGITS, Source, same_lookup
-from legroom.cache.store_directories import Store, is_resource_shortage, store_lock
+from legroom.cache.store_directories import Store, existing_stores, is_resource_shortage, read_small_file, store_lock
 from legroom.formats.base_reader import Lookup
+from legroom.remote.remote_object import ObjectStamp, ObjectUrl, stamp_from_json
+from legroom.system.lazy_and_optional_imports import import_lock
 
 RECORD_FORMAT = 2  # a record of another format is ignored: the source is hashed again
 QUIET_NS = 2_000_000_000
 TEMPORARY = ".tmp-"
 SAMPLES = "samples"
-_MOST = 64 << 20
+_LARGEST_RECORD = 64 << 20
 _NO_RECORD = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 # A record's own checksum is its first line, over every byte that follows it.
 _OPENING = b'{"record_crc32": "%08x",\n'
@@ -98,7 +103,7 @@ def read_record_named(store: Store, name: str) -> SourceRecord | None:
         raise
     try:
         stats = os.fstat(fd)
-        data = os.read(fd, min(_MOST, stats.st_size + 1)) if stat.S_ISREG(stats.st_mode) else b""
+        data = os.read(fd, min(_LARGEST_RECORD, stats.st_size + 1)) if stat.S_ISREG(stats.st_mode) else b""
     finally:
         os.close(fd)
     try:
@@ -234,3 +239,72 @@ def _sampled(store: Store, name: str) -> bool:
 
 def _sample_name(algorithm: str, size: int, sample: str) -> str:
     return f"{SAMPLES}/{algorithm}-{size}-{sample}"
+
+
+_FORMAT = 1
+_LARGEST_VERSION = 1 << 16
+_here: dict[str, tuple[float, ObjectStamp]] = {}  # in this process: by identity, when it was asked for
+
+
+def version_of(url: ObjectUrl, *, ask: bool = False) -> ObjectStamp:
+    """The object's version now, or, unless ``ask``, as it was within the last seconds."""
+    with import_lock:
+        from legroom.remote.object_store import RemoteObject, fresh_seconds
+
+    if not ask:
+        known = _remembered(url, fresh_seconds())
+        if known is not None:
+            return known
+    asked = time.time()
+    found = RemoteObject(url).stat()
+    _here[url.identity] = asked, found
+    return found
+
+
+def remember(url: ObjectUrl) -> None:
+    """Write what this process knows about an object into the stores, for other processes."""
+    known = _here.get(url.identity)
+    if known is None:
+        return
+    value = {"format": _FORMAT, "name": _name(url), "asked": known[0], "stamp": known[1].as_json()}
+    body = json.dumps(value).encode("ascii")
+    data = b"%08x " % zlib.crc32(body) + body
+    for store in existing_stores():
+        with suppress(OSError):
+            with store_lock(store):
+                replace_record(store, _name(url), data)
+            return
+
+
+def forget(url: ObjectUrl) -> None:
+    """Ask the server the next time."""
+    _here.pop(url.identity, None)
+    for store in existing_stores():
+        with suppress(OSError):
+            os.unlink(_name(url), dir_fd=store.sources)
+
+
+def _remembered(url: ObjectUrl, seconds: float) -> ObjectStamp | None:
+    now = time.time()
+    asked, stamp = _here.get(url.identity, (0.0, None))
+    if stamp is not None and 0 <= now - asked < seconds:
+        return stamp
+    for store in existing_stores():
+        try:
+            data = read_small_file(store.sources, _name(url), _LARGEST_VERSION)
+            if data[:9] != b"%08x " % zlib.crc32(data[9:]):
+                continue
+            value = json.loads(data[9:])
+            if value["format"] != _FORMAT or value["name"] != _name(url):
+                continue
+            stamp, asked = stamp_from_json(value["stamp"]), float(value["asked"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if 0 <= now - asked < seconds:
+            _here[url.identity] = asked, stamp
+            return stamp
+    return None
+
+
+def _name(url: ObjectUrl) -> str:
+    return "url-" + url.identity

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from legroom.advice.choose_tuned_settings import (
+from legroom.advice.choose_settings import (
     SLACK,
     Climbed,
     TunedChoice,
@@ -20,7 +20,7 @@ from legroom.advice.choose_tuned_settings import (
     plan_of,
     workload,
 )
-from legroom.advice.memory_need_of_loaders_and_processes import need
+from legroom.advice.memory_need import need
 from legroom.messages import counted, joined, phrase, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine
