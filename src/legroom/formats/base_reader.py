@@ -105,7 +105,7 @@ class TableSpec:
 class Lookup:
     """One search for a file that another file refers to. Repeating it must find the same file, or the data changed."""
 
-    # Which search rules apply: "link", "virtual", "storage" (hdf5_external_files.py), "beside" (megatron_reader.py).
+    # Which search rules apply: "link", "virtual", "storage" (hdf5_find_datasets.py), "beside" (megatron_reader.py).
     kind: str
     name: str  # as written in the referring file
     holder: Path  # the referring file

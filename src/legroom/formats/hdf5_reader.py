@@ -1,7 +1,7 @@
 """Read HDF5 files: every dataset under its path (``group/name``), with its attributes.
 
 Threads read contiguous data raw and decode common compression (hdf5_chunks.py); h5py reads everything else, in pieces.
-Files are never written. What is refused is listed in hdf5_types.py, hdf5_external_files.py and hdf5_open.py.
+Files are never written. What is refused is listed in hdf5_types.py, hdf5_find_datasets.py and hdf5_open.py.
 """
 
 from __future__ import annotations
