@@ -72,7 +72,7 @@ def test_delayed_answers(shm: Path, npy: Encode) -> None:
 def test_what_failures_say(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
     """In words, with numbers, and with what to do. What has arrived is kept where it helps."""
     monkeypatch.setattr(remote_errors_and_retries, "ATTEMPTS", 2)
-    monkeypatch.setattr(remote_errors_and_retries, "_TIMEOUTS", 1)
+    monkeypatch.setattr(remote_errors_and_retries, "_MOST_TIMEOUTS", 1)
     with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
         url = f"http://127.0.0.1:{faults.port}/x.npy"
 

@@ -444,7 +444,7 @@ def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatc
         server.need = None
         let_go = threading.Event()
         server.before = lambda method, _: let_go.wait(60) and None if method == "GET" else None
-        monkeypatch.setattr(remote_errors_and_retries, "_TIMEOUTS", 1)
+        monkeypatch.setattr(remote_errors_and_retries, "_MOST_TIMEOUTS", 1)
         monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.5")
         with pytest.raises(errors.RemoteTimeout) as slow:
             legroom.open(server.url("x.npy") + query)
