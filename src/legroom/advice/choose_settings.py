@@ -17,7 +17,7 @@ from math import log, sqrt
 
 from legroom.advice.fit_on_machine import fit, per_rank, smaller_candidates
 from legroom.advice.memory_need import PAGE, TENSOR_HEADER, batches_in_flight, need, semaphores
-from legroom.errors import UsageError
+from legroom.errors import DatasetFailed, UsageError
 from legroom.messages import joined, listed, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
 from legroom.records.machine import Machine
@@ -204,7 +204,7 @@ def workload(measured: Measured, request: TuneRequest, candidate: CompleteLoader
         num_workers=candidate.num_workers,
         prefetch_factor=candidate.prefetch_factor,
         batches=_batches(measured, request, candidate.batch_size),
-        persistent_workers=preset(request.preset).persistent,
+        persistent_workers=candidate.persistent_workers,
         pin_memory=candidate.pin_memory,
         loader_kind=request.loader_kind,
         source=measured.source,
@@ -258,6 +258,7 @@ def _ideal(
         batch_size=request.batch_size,
         ranks=request.ranks,
         prefetch_factor=1,
+        persistent_workers=bounds.persistent,
         pin_memory=pin,
         loader_kind=request.loader_kind,
     )
@@ -307,7 +308,10 @@ def climb(
     choice: TunedChoice,
     run: Callable[[CompleteLoaderSettings], float | str],
 ) -> Climbed:
-    """Raise workers, then prefetch; ``run`` returns samples per second, or the reason of its failure."""
+    """Raise workers, then prefetch; ``run`` returns samples per second, or the reason of its failure.
+
+    DatasetFailed where not even the first run, without workers, works: no settings are known to.
+    """
     base = replace(choice.settings, num_workers=0, prefetch_factor=1)
     most, _ = most_workers(measured, request, choice.cores, choice.bounds)
     up = [replace(base, num_workers=workers) for workers in range(most + 1)]
@@ -336,6 +340,12 @@ def _raise(
             told.append(say("{name} does not fit: {problem}", name=name, problem=plan.problems[0].message))
             return good, told, True
         found = run(candidate)
+        if isinstance(found, str) and not candidate.num_workers:
+            raise DatasetFailed(
+                say("the DataLoader failed without workers, so no more were tried"),
+                why=found,
+                fix=(say("first make one epoch of this DataLoader work by itself"),),
+            )
         if isinstance(found, str):
             told.append(say("{name} failed: {why}", name=name, why=found))
             return good, told, True

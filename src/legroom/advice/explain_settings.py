@@ -291,7 +291,6 @@ def _samples(measured: Measured, request: TuneRequest, choice: TunedChoice) -> I
     largest = max(measured.tensors, default=0)
     if not largest:
         return
-    rest = tuple(size for size in measured.tensors if size != largest)
     for name, kept, what in (
         (
             "sequence_length",
@@ -304,7 +303,9 @@ def _samples(measured: Measured, request: TuneRequest, choice: TunedChoice) -> I
             say("images a quarter smaller per side, if the largest tensor is the image"),
         ),
     ):
-        smaller = replace(measured, tensors=(int(largest * kept), *rest))
+        # A batch may have several of that size, as input_ids, attention_mask and labels: all become smaller.
+        tensors = tuple(int(size * kept) if size == largest else size for size in measured.tensors)
+        smaller = replace(measured, tensors=tensors)
         saved = _need(measured, request, choice.settings).ram - _need(smaller, request, choice.settings).ram
         yield Lever(name, "ram", max(0, saved), what)
 
@@ -326,6 +327,8 @@ def settle(
     climbed: Climbed | None = None,
 ) -> Settings:
     """The settings for this dataset on this machine; ``by_hand`` overrides, setting by setting."""
+    if by_hand and "loader_kind" in by_hand:  # before the choice: what fits differs between the two
+        request = replace(request, loader_kind=by_hand["loader_kind"])
     choice = choose(measured, machine, request)
     if climbed is not None:
         choice = _at(climbed.settings, measured, machine, request, choice)
@@ -378,7 +381,7 @@ def _settings(measured: Measured, machine: Machine, request: TuneRequest, choice
 
 
 def _by_hand(candidate: CompleteLoaderSettings, wanted: Mapping[str, Any]) -> CompleteLoaderSettings:
-    names = ("batch_size", "num_workers", "prefetch_factor", "pin_memory")
+    names = ("batch_size", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
     return replace(candidate, **{name: wanted[name] for name in names if name in wanted})
 
 

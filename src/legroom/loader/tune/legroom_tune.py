@@ -85,8 +85,8 @@ def tune(
     dataset, collate_fn, own = opened.dataset, opened.collate_fn, opened.settings
     if batch_size is not None:
         batch_size = check_integer("batch_size", batch_size, 1)
-    batch_size, loader = chosen_batch_size(batch_size, own), _kind(loader, own)
     fixed = read_settings(overrides).changed(from_environment(os.environ)).given()
+    batch_size, loader = chosen_batch_size(batch_size, own), _kind(fixed.get("loader_kind", loader), own)
     world = rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
     # Checked before measuring, which takes seconds.
     per_rank(batch_size, effective_batch, world)
@@ -203,6 +203,7 @@ def tune_named(
     The memory that the dataset took in the child counts as memory of the training process.
     """
     wanted = read_settings(by_hand or {}).given()
+    kind = wanted.get("loader_kind", kind)
     if batch_size is None:  # that of the DataLoader; the other numbers are checked now
         per_rank(1, effective_batch, ranks)
     else:
@@ -233,7 +234,7 @@ def tune_named(
                 step_seconds=step_seconds,
             )  # fmt: skip
         except DatasetFailed as problem:
-            return problem.why
+            return problem.why or problem.what
         return float(answer["rate"])
 
     climbed = climb(measured, machine, request, choose(measured, machine, request), run) if climbing else None
