@@ -105,8 +105,8 @@ class LegroomError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors are pickled between processes; without this, keyword-only arguments would be lost.
-        return (_rebuild, (type(self), self.what, self.why, self.fix))
+        # Errors are pickled between processes; without this, keyword-only arguments and attributes would be lost.
+        return (_rebuild, (type(self), self.what, self.why, self.fix), self.__dict__)
 
     def as_dict(self) -> dict[str, object]:
         """The error for JSON."""
