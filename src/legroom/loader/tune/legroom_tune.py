@@ -130,6 +130,11 @@ def _local(world: int) -> int:
     return min(world, int(text)) if text.isdigit() and int(text) else world
 
 
+def nodes_of(ranks: int) -> int:
+    """Machines that these ranks are on, if the launcher sets LOCAL_WORLD_SIZE; else one."""
+    return -(-ranks // _local(ranks))
+
+
 def _measured(opened: FoundDataset, batch_size: int, kind: LoaderKind, ranks: int, before: Settings | None) -> Measured:
     if before is not None and before.measured is not None and before.measured.batch_size == batch_size:
         return before.measured
