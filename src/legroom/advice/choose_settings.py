@@ -381,7 +381,7 @@ def safe_settings(machine: Machine) -> tuple[SafeSettings, ...]:
         if cores is not None and workers > max(1, cores):
             continue
         largest, bound_by, why = _bound(machine, workers, prefetch)
-        if largest is not None and not largest:
+        if largest == 0:
             continue
         rows.append(
             SafeSettings(
@@ -390,24 +390,14 @@ def safe_settings(machine: Machine) -> tuple[SafeSettings, ...]:
                 pin_memory=pin,
                 persistent_workers=True,
                 max_batch_bytes=largest,
+                known=largest is not None,
                 bound_by=bound_by,
                 why=why,
                 pin_why=pin_why,
             )
         )
-    rows.append(
-        SafeSettings(
-            num_workers=0,
-            prefetch_factor=None,
-            pin_memory=pin,
-            persistent_workers=False,
-            max_batch_bytes=None,
-            bound_by="none",
-            why=say("without workers no shared memory is used"),
-            pin_why=pin_why,
-        )
-    )
-    return tuple(rows)
+    why = say("without workers no shared memory is used")
+    return (*rows, SafeSettings(pin_memory=pin, why=why, pin_why=pin_why))
 
 
 def usable_cores(machine: Machine) -> int | None:
