@@ -355,15 +355,6 @@ def use_less_gpu(runtime: RuntimeEnvironment) -> tuple[str, ...]:
     )
 
 
-def unpin() -> tuple[str, ...]:
-    """What to do if too much memory is pinned: it cannot be reclaimed or swapped."""
-    return (
-        say("pin_memory=False frees the host memory; copies to the GPU become slower and synchronous"),
-        say("or keep fewer batches in flight (prefetch, workers): each is pinned and rounded up to a power of two"),
-        say("check:\ngrep RssShmem /proc/PID/status"),
-    )
-
-
 def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
     """How to remove files in /dev/shm that no process uses."""
     listed = " ".join(f"/dev/shm/{_quoted(name)}" for name in names[:5])

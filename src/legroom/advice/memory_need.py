@@ -7,6 +7,7 @@ shared memory for sending it exist at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -317,15 +318,12 @@ def most_workers(each: Each, free: int, asked: int) -> int:
 
 def most_samples(each: Each, free: int, workers: int, samples: int) -> int:
     """The largest batch size below ``samples`` (the measured one) that fits with these workers; 0 if none does."""
-    low, high = 0, samples  # low fits or is 0; high does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        smaller = Each(each.own, -(-each.making * middle // samples), -(-each.batch * middle // samples))
-        if fits(least(smaller, workers), free):
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def too_many(count: int) -> bool:
+        smaller = Each(each.own, -(-each.making * count // samples), -(-each.batch * count // samples))
+        return not fits(least(smaller, workers), free)
+
+    return bisect_left(range(1, samples), True, key=too_many)
 
 
 _MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share and bytes: no two runs use exactly the same

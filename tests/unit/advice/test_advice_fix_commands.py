@@ -126,7 +126,7 @@ def test_wsl_gets_more_ram_from_windows() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"])
-@pytest.mark.parametrize("pool", ["shm", "ram", "fds", "disk", "gpu0", "pinned"])
+@pytest.mark.parametrize("pool", ["shm", "ram", "fds", "disk", "gpu0"])
 @pytest.mark.parametrize("rights", [True, False])
 def test_every_runtime_and_pool_has_a_fix_that_can_be_checked(kind: str, pool: str, rights: bool) -> None:
     machine = replace(healthy(), runtime=_at(kind, root=rights, may_mount=rights, sudo=rights))

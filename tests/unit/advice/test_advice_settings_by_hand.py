@@ -131,8 +131,7 @@ def _climb(rates: dict[tuple[int, int], float | str]) -> tuple[CompleteLoaderSet
         tried.append((candidate.num_workers, candidate.prefetch_factor))
         return rates[candidate.num_workers, candidate.prefetch_factor]
 
-    asked = TuneRequest(16)
-    return climb(dataset(), healthy(), asked, choose(dataset(), healthy(), asked), run).settings, tried
+    return climb(choose(dataset(), healthy(), TuneRequest(16)), run).settings, tried
 
 
 def test_climbing_stops_where_it_no_longer_pays() -> None:

@@ -170,11 +170,11 @@ def _check_step(seconds: float | None, step: Callable[[Any], Any] | None) -> Non
 
 def _climbed(opened: FoundDataset, measured: Measured, machine: Machine, request: TuneRequest) -> Climbed:
     return climb(
-        measured, machine, request, choose(measured, machine, request),
+        choose(measured, machine, request),
         lambda settings: run_loader_in_child(
             opened.dataset, opened.collate_fn, settings, request.step.seconds, opened.loader
         ),
-    )  # fmt: skip
+    )
 
 
 def _log_settings(settings: Settings, before: Settings | None) -> None:
@@ -242,7 +242,7 @@ def tune_named(
             return problem.why or problem.what
         return float(answer["rate"])
 
-    climbed = climb(measured, machine, request, choose(measured, machine, request), run) if climbing else None
+    climbed = climb(choose(measured, machine, request), run) if climbing else None
     settings = settle(measured, machine, request, wanted, climbed)
     if climbed is not None:
         remember("settings", named_key(spec), settings.roll_back())  # without the overrides: the runs did not use them
