@@ -101,7 +101,6 @@ def counted(count: int, one: str, many: str) -> str:
 RANKS = phrase("{count} rank"), phrase("{count} ranks")
 SAMPLES = phrase("{count} sample"), phrase("{count} samples")
 WORKERS = phrase("{count} worker"), phrase("{count} workers")
-PROCESSES = phrase("{count} process"), phrase("{count} processes")
 
 
 def listed(items: Iterable[str]) -> str:

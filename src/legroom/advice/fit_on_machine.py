@@ -14,7 +14,7 @@ from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need import PAGE, free_amount, need
 from legroom.errors import UsageError
-from legroom.messages import counted, phrase, say
+from legroom.messages import RANKS, SAMPLES, WORKERS, counted, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Pool
 from legroom.records.settings_and_overrides import Settings
@@ -37,8 +37,8 @@ def per_rank(batch: int, effective: int | None, ranks: int) -> int:
         raise UsageError(
             say("an effective batch of {effective} cannot be kept", effective=effective),
             why=say("batch {batch} × {ranks} = {samples}; {effective} is not a multiple of that",
-                    batch=batch, ranks=counted(ranks, phrase("{count} rank"), phrase("{count} ranks")),
-                    samples=counted(step, phrase("{count} sample"), phrase("{count} samples")), effective=effective),
+                    batch=batch, ranks=counted(ranks, *RANKS),
+                    samples=counted(step, *SAMPLES), effective=effective),
             fix=(
                 say("use an effective batch of {near}", near=near),
                 *(
@@ -275,7 +275,7 @@ def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) ->
     if chosen.num_workers != asked.num_workers:
         why["num_workers"] = say(
             "{workers} instead of {old}: each worker has its own batches in memory",
-            workers=counted(chosen.num_workers, phrase("{count} worker"), phrase("{count} workers")),
+            workers=counted(chosen.num_workers, *WORKERS),
             old=asked.num_workers,
         )
     if accumulation > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from legroom.errors import UsageError
-from legroom.messages import counted, listed, phrase, say
+from legroom.messages import RANKS, SAMPLES, counted, listed, say
 from legroom.records.settings_and_overrides import Settings
 from legroom.system.argument_checks import check_choice, check_integer
 
@@ -91,7 +91,6 @@ def _row(shape: Shape, stage: int, offload: Offload, gpu: int, host: float, form
 
 
 Precision = Literal["bf16", "fp16", "no"]
-KINDS = ("deepspeed", "accelerate")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "no")
 CLIPPING = 1.0  # largest gradient norm: the default of DeepSpeed, accelerate and transformers
 
@@ -104,11 +103,6 @@ def emit_training(
 
     ``nodes``: machines that the ranks are on, which accelerate's file has to say.
     """
-    if kind not in KINDS:
-        raise UsageError(
-            say("unknown configuration kind {kind!r}", kind=kind),
-            fix=(say("use one of: {kinds}", kinds=listed(KINDS)),),
-        )
     if offload and zero is None and kind == "accelerate":
         raise UsageError(
             say("offload needs a ZeRO stage"),
@@ -199,8 +193,7 @@ def _yaml(config: dict[str, Any], settings: Settings) -> str:
             "# batch_size={batch} in each DataLoader, Accelerator(gradient_accumulation_steps={steps}): "
             "{batch} × {steps} × {ranks} = {samples} per optimizer step",
             batch=settings.batch_size, steps=settings.accumulation,
-            ranks=counted(settings.ranks, phrase("{count} rank"), phrase("{count} ranks")),
-            samples=counted(settings.effective_batch, phrase("{count} sample"), phrase("{count} samples")),
+            ranks=counted(settings.ranks, *RANKS), samples=counted(settings.effective_batch, *SAMPLES),
         ),
         *(f"# export {name}={value}" for name, value in settings.environment().items()),
     ]  # fmt: skip
