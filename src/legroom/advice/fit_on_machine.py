@@ -109,7 +109,7 @@ def advise(need: int, *, memory: int | None = None, processes: int = 0, bound: s
         return sizes
     why = say(
         "{bound} {memory} less {processes} for the processes" if processes else "{bound} {memory}",
-        bound=bound or say("the memory limit of"), memory=format_size(memory), processes=format_size(processes),
+        bound=bound, memory=format_size(memory), processes=format_size(processes),
     )  # fmt: skip
     return ShmSizes(min(minimum, room), min(recommended, room), min(sizes.conservative, room), why)
 
