@@ -81,8 +81,9 @@ def _group(module: str, names: list[str] | None) -> Iterator[str]:
     classes = [node for node in _tree(module).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     for node in classes:
         if names is None:  # of errors, each with its code
-            code = next((_text(one.value) for one in node.body if _names(one) == ["code"]), None)
-            yield f"- **{node.name}**" + (f" (`{code}`)" if code else "") + f": {_sentence(node)}"
+            by_name = re.sub("(?<!^)(?=[A-Z])", "-", node.name).lower()
+            code = next((_text(one.value) for one in node.body if _names(one) == ["code"]), by_name)
+            yield f"- **{node.name}** (`{code}`): {_sentence(node)}"
         elif node.name in names:
             yield f"- **{node.name}**: {_sentence(node)} {_fields(module, node)}".rstrip()
 

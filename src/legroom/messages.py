@@ -97,6 +97,12 @@ def counted(count: int, one: str, many: str) -> str:
     return say(one if count == 1 else many, count=count)
 
 
+# Nouns for `counted`.
+RANKS = phrase("{count} rank"), phrase("{count} ranks")
+SAMPLES = phrase("{count} sample"), phrase("{count} samples")
+WORKERS = phrase("{count} worker"), phrase("{count} workers")
+
+
 def listed(items: Iterable[str]) -> str:
     """Names or figures in a list: ``a, b, c``; not for text to type, since the comma depends on the language."""
     return say(", ").join(items)

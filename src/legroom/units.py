@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from math import ceil
+from operator import index
+from typing import SupportsIndex
 
 from legroom.errors import BadDuration, BadSize, UsageError
 from legroom.messages import say
@@ -25,12 +27,16 @@ _SECONDS: dict[str, int | Fraction] = {
 }  # fmt: skip
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str | SupportsIndex) -> int:
     """Read a size in bytes; a bare number is bytes, a fraction of a byte is rounded up."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
+    try:
+        count = None if isinstance(text, (str, bool)) else index(text)  # numpy's integers are integers too
+    except TypeError:
+        count = None
+    if count is not None:
+        if count < 0:
             raise _bad_size(str(text))
-        return text
+        return count
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise _bad_size(str(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ MB, GB = 1 << 20, 1 << 30
         ("64m", 64 * MB), ("64MB", 64 * MB), ("64 MiB", 64 * MB), ("64M", 64 * MB), ("64mib", 64 * MB),
         ("1.5GiB", 3 * GB // 2), ("8G", 8 * GB), ("8gb", 8 * GB), ("1t", 1 << 40), ("2P", 2 << 50), ("1E", 1 << 60),
         ("512", 512), ("512b", 512), ("512 bytes", 512), ("1 byte", 1), ("0", 0), (".5k", 512), ("  10K ", 10240),
-        ("5.75MB", 6029312), ("0.1", 1), (12345, 12345),
+        ("5.75MB", 6029312), ("0.1", 1), (12345, 12345), (np.int64(600_000), 600_000),
     ],
 )  # fmt: skip
 def test_reads_what_people_type(text: str | int, count: int) -> None:
@@ -26,7 +27,7 @@ def test_reads_what_people_type(text: str | int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "m", "-1", "1e3", "64X", "64 M B", "1,5G", "1..5G", "٣G", "64mbb", "nan", "inf", True]
+    "text", ["", "m", "-1", "1e3", "64X", "64 M B", "1,5G", "1..5G", "٣G", "64mbb", "nan", "inf", True, 1.5]
 )
 def test_refuses_what_has_no_meaning(text: str) -> None:
     with pytest.raises(BadSize) as caught:
@@ -36,7 +37,7 @@ def test_refuses_what_has_no_meaning(text: str) -> None:
 
 
 def test_negative_numbers_are_refused() -> None:
-    for bad in (-1, -(1 << 40)):
+    for bad in (-1, -(1 << 40), np.int32(-1)):
         with pytest.raises(BadSize):
             parse_size(bad)
         with pytest.raises(BadSize):

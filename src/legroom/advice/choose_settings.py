@@ -17,11 +17,12 @@ from math import log, sqrt
 
 from legroom.advice.fit_on_machine import fit, per_rank, smaller_candidates
 from legroom.advice.memory_need import PAGE, TENSOR_HEADER, batches_in_flight, need, semaphores
-from legroom.errors import UsageError
-from legroom.messages import joined, listed, say
+from legroom.errors import DatasetFailed
+from legroom.messages import joined, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
 from legroom.records.machine import Machine
 from legroom.records.workload import Measured, Plan, PlannedLoader, Workload
+from legroom.system.argument_checks import check_choice
 from legroom.units import format_size
 
 _SHARED = ("shm", "ram", "pinned")  # shared with other processes
@@ -53,26 +54,16 @@ def preset(name: str | None) -> Preset:
     """The preset of that name; without a name, the default."""
     if name is None:
         return DEFAULT
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UsageError(
-            say("unknown preset {name!r}", name=name),
-            why=say("presets: {names}", names=listed(PRESETS)),
-            fix=(say("pass one of them, or none"),),
-        )
+    check_choice("preset", name, PRESETS)
     return PRESETS[name]
 
 
 def within(machine: Machine, bounds: Preset) -> Machine:
     """The machine with only the share of its free memory that the preset allows."""
-    return replace(
-        machine,
-        pools=tuple(
-            replace(pool, free=int(pool.free * bounds.share))
-            if pool.name in _SHARED and pool.free is not None
-            else pool
-            for pool in machine.pools
-        ),
-    )
+    return machine.with_free({
+        pool.name: int(pool.free * bounds.share)
+        for pool in machine.pools if pool.name in _SHARED and pool.free is not None
+    })  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +77,6 @@ class Step:
 def load_seconds(measured: Measured, batch: int) -> float:
     """Seconds to assemble one batch in the training process."""
     return batch * measured.sample_seconds + _collate(measured, batch)
-
-
-def way_seconds(measured: Measured, batch: int) -> float:
-    """Seconds to send one batch from a worker, all processes together."""
-    return sum(_way(measured, batch))
 
 
 def batch_seconds(measured: Measured, batch: int, workers: int, prefetch: int, cores: float, step: Step) -> float:
@@ -160,16 +146,37 @@ class TuneRequest(LoaderSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class TunedChoice:
+class TuneCase:
+    """A measured dataset, the machine, and what is asked for."""
+
+    measured: Measured
+    machine: Machine
+    request: TuneRequest
+
+    @property
+    def together(self) -> int:
+        """Samples of one optimizer step on one rank."""
+        return per_rank(self.request.batch_size, self.request.effective_batch, self.request.ranks)
+
+    @property
+    def cores(self) -> float:
+        """For one rank."""
+        return max(1.0, (usable_cores(self.machine) or 1) / self.request.here)
+
+    @property
+    def bounds(self) -> Preset:
+        """What the preset allows."""
+        return preset(self.request.preset)
+
+
+@dataclass(frozen=True, slots=True)
+class TunedChoice(TuneCase):
     """The chosen settings and their need, and the ideal settings if memory were not limited."""
 
     settings: CompleteLoaderSettings
     plan: Plan
     ideal: CompleteLoaderSettings
     refused: Plan | None  # the plan of the ideal settings, if they did not fit
-    together: int  # samples of one optimizer step on one rank
-    cores: float  # for one rank
-    bounds: Preset
 
 
 def within_dataset(request: TuneRequest, measured: Measured) -> TuneRequest:
@@ -182,29 +189,29 @@ def within_dataset(request: TuneRequest, measured: Measured) -> TuneRequest:
 
 def choose(measured: Measured, machine: Machine, request: TuneRequest) -> TunedChoice:
     """The settings to take."""
-    together = per_rank(request.batch_size, request.effective_batch, request.ranks)
-    bounds = preset(request.preset)
-    cores = max(1.0, (usable_cores(machine) or 1) / request.here)
-    ideal = _ideal(measured, machine, request, cores, bounds)
+    case = TuneCase(measured, machine, request)
+    together = case.together  # refuses an effective batch that cannot be kept
+    ideal = _ideal(case)
     refused = None
     for candidate in smaller_candidates(ideal, together, PREFETCHES):
-        plan = plan_of(measured, machine, request, candidate)
+        plan = plan_of(case, candidate)
         if plan.verdict != "too-big":
             break
         refused = refused or plan
-    return TunedChoice(candidate, plan, ideal, refused, together, cores, bounds)
+    return TunedChoice(measured, machine, request, candidate, plan, ideal, refused)
 
 
-def workload(measured: Measured, request: TuneRequest, candidate: CompleteLoaderSettings) -> Workload:
+def workload(case: TuneCase, candidate: CompleteLoaderSettings) -> Workload:
     """The workload with these settings, on all ranks of this machine."""
+    measured, request = case.measured, case.request
     way = measured.transport
     loader = PlannedLoader(
         tensors=tuple(-(-size * candidate.batch_size // measured.batch_size) for size in measured.tensors),
         batch_size=candidate.batch_size,
         num_workers=candidate.num_workers,
         prefetch_factor=candidate.prefetch_factor,
-        batches=_batches(measured, request, candidate.batch_size),
-        persistent_workers=preset(request.preset).persistent,
+        batches=_batches(case, candidate.batch_size),
+        persistent_workers=candidate.persistent_workers,
         pin_memory=candidate.pin_memory,
         loader_kind=request.loader_kind,
         source=measured.source,
@@ -218,13 +225,14 @@ def workload(measured: Measured, request: TuneRequest, candidate: CompleteLoader
     )
 
 
-def plan_of(measured: Measured, machine: Machine, request: TuneRequest, candidate: CompleteLoaderSettings) -> Plan:
+def plan_of(case: TuneCase, candidate: CompleteLoaderSettings) -> Plan:
     """Whether these settings fit into the memory that the preset allows."""
-    return fit(need(workload(measured, request, candidate)), within(machine, preset(request.preset)))
+    return fit(need(workload(case, candidate)), within(case.machine, case.bounds))
 
 
-def most_workers(measured: Measured, request: TuneRequest, cores: float, bounds: Preset) -> tuple[int, str]:
+def most_workers(case: TuneCase) -> tuple[int, str]:
     """The most workers worth trying, and the name of the limit for the explanation."""
+    measured, cores = case.measured, case.cores
     if measured.unsendable is not None:
         return 0, "unsendable"
     limits = [(_MOST, "most")]
@@ -232,34 +240,36 @@ def most_workers(measured: Measured, request: TuneRequest, cores: float, bounds:
     limits.append((round(cores * _WAITING) if waiting else round(cores), "waiting" if waiting else "cores"))
     if measured.iterable:
         limits.append((1, "iterable"))
-    if bounds.most_workers is not None:
-        limits.append((bounds.most_workers, "preset"))
-    batches = _batches(measured, request, request.batch_size)
+    if case.bounds.most_workers is not None:
+        limits.append((case.bounds.most_workers, "preset"))
+    batches = _batches(case, case.request.batch_size)
     if batches is not None:
         limits.append((batches, "batches"))
     return min(limits)
 
 
-def pace(measured: Measured, candidate: CompleteLoaderSettings, cores: float, step: Step) -> float:
+def pace(case: TuneCase, candidate: CompleteLoaderSettings) -> float:
     """Seconds between batches with these settings."""
-    return batch_seconds(measured, candidate.batch_size, candidate.num_workers, candidate.prefetch_factor, cores, step)
+    return batch_seconds(
+        case.measured, candidate.batch_size, candidate.num_workers, candidate.prefetch_factor, case.cores,
+        case.request.step,
+    )  # fmt: skip
 
 
-def _batches(measured: Measured, request: TuneRequest, batch: int) -> int | None:
-    return None if measured.rows is None else max(1, -(-measured.rows // (batch * request.ranks)))
+def _batches(case: TuneCase, batch: int) -> int | None:
+    rows = case.measured.rows
+    return None if rows is None else max(1, -(-rows // (batch * case.request.ranks)))
 
 
-def _ideal(
-    measured: Measured, machine: Machine, request: TuneRequest, cores: float, bounds: Preset
-) -> CompleteLoaderSettings:
-    most, _ = most_workers(measured, request, cores, bounds)
-    pin = bool(machine.gpus.cards)
+def _ideal(case: TuneCase) -> CompleteLoaderSettings:
+    most, _ = most_workers(case)
     one = CompleteLoaderSettings(
-        batch_size=request.batch_size,
-        ranks=request.ranks,
+        batch_size=case.request.batch_size,
+        ranks=case.request.ranks,
         prefetch_factor=1,
-        pin_memory=pin,
-        loader_kind=request.loader_kind,
+        persistent_workers=case.bounds.persistent,
+        pin_memory=bool(case.machine.gpus.cards),
+        loader_kind=case.request.loader_kind,
     )
     candidates = [one]
     candidates += [
@@ -267,25 +277,21 @@ def _ideal(
         for workers in range(1, most + 1)
         for prefetch in PREFETCHES
     ]
-    times = {candidate: pace(measured, candidate, cores, request.step) for candidate in candidates}
+    times = {candidate: pace(case, candidate) for candidate in candidates}
     enough = min(times.values()) * SLACK
     fast = [candidate for candidate in candidates if times[candidate] <= enough]
-    if _overlaps(measured, request):
+    if _overlaps(case):
         fast = [candidate for candidate in fast if candidate.num_workers] or fast
     return min(
         fast,
-        key=lambda candidate: (
-            need(workload(measured, request, candidate)).ram,
-            candidate.num_workers,
-            candidate.prefetch_factor,
-        ),
+        key=lambda candidate: (need(workload(case, candidate)).ram, candidate.num_workers, candidate.prefetch_factor),
     )
 
 
-def _overlaps(measured: Measured, request: TuneRequest) -> bool:
+def _overlaps(case: TuneCase) -> bool:
     """Whether a worker is worth it although it is not faster: it works during the training step."""
-    known = bool(request.step.seconds)
-    return not known and load_seconds(measured, request.batch_size) > way_seconds(measured, request.batch_size)
+    known, batch = bool(case.request.step.seconds), case.request.batch_size
+    return not known and load_seconds(case.measured, batch) > sum(_way(case.measured, batch))
 
 
 _GAIN = 1.05  # settings must be this much faster than the last good ones to be worth their memory
@@ -300,21 +306,18 @@ class Climbed:
     why: str
 
 
-def climb(
-    measured: Measured,
-    machine: Machine,
-    request: TuneRequest,
-    choice: TunedChoice,
-    run: Callable[[CompleteLoaderSettings], float | str],
-) -> Climbed:
-    """Raise workers, then prefetch; ``run`` returns samples per second, or the reason of its failure."""
+def climb(choice: TunedChoice, run: Callable[[CompleteLoaderSettings], float | str]) -> Climbed:
+    """Raise workers, then prefetch; ``run`` returns samples per second, or the reason of its failure.
+
+    DatasetFailed where not even the first run, without workers, works: no settings are known to.
+    """
     base = replace(choice.settings, num_workers=0, prefetch_factor=1)
-    most, _ = most_workers(measured, request, choice.cores, choice.bounds)
+    most, _ = most_workers(choice)
     up = [replace(base, num_workers=workers) for workers in range(most + 1)]
-    good, told, failed = _raise(measured, machine, request, up, run)
+    good, told, failed = _raise(choice, up, run)
     if good.num_workers and not failed:
         deeper = [good, *(replace(good, prefetch_factor=prefetch) for prefetch in PREFETCHES[1:])]
-        good, more, _ = _raise(measured, machine, request, deeper, run)
+        good, more, _ = _raise(choice, deeper, run)
         told += more[1:]
     return Climbed(
         good, say("workers {workers}: measured step by step, {told}", workers=good.num_workers, told=joined(told))
@@ -322,20 +325,22 @@ def climb(
 
 
 def _raise(
-    measured: Measured,
-    machine: Machine,
-    request: TuneRequest,
-    candidates: list[CompleteLoaderSettings],
-    run: Callable[[CompleteLoaderSettings], float | str],
+    case: TuneCase, candidates: list[CompleteLoaderSettings], run: Callable[[CompleteLoaderSettings], float | str]
 ) -> tuple[CompleteLoaderSettings, list[str], bool]:
     good, best, told, without = candidates[0], 0.0, [], 0
     for candidate in candidates:
         name = f"{candidate.num_workers} × {candidate.prefetch_factor}"
-        plan = plan_of(measured, machine, request, candidate)
+        plan = plan_of(case, candidate)
         if plan.verdict == "too-big" and candidate is not candidates[0]:
             told.append(say("{name} does not fit: {problem}", name=name, problem=plan.problems[0].message))
             return good, told, True
         found = run(candidate)
+        if isinstance(found, str) and not candidate.num_workers:
+            raise DatasetFailed(
+                say("the DataLoader failed without workers, so no more were tried"),
+                why=found,
+                fix=(say("first make one epoch of this DataLoader work by itself"),),
+            )
         if isinstance(found, str):
             told.append(say("{name} failed: {why}", name=name, why=found))
             return good, told, True
@@ -371,7 +376,7 @@ def safe_settings(machine: Machine) -> tuple[SafeSettings, ...]:
         if cores is not None and workers > max(1, cores):
             continue
         largest, bound_by, why = _bound(machine, workers, prefetch)
-        if largest is not None and not largest:
+        if largest == 0:
             continue
         rows.append(
             SafeSettings(
@@ -380,24 +385,14 @@ def safe_settings(machine: Machine) -> tuple[SafeSettings, ...]:
                 pin_memory=pin,
                 persistent_workers=True,
                 max_batch_bytes=largest,
+                known=largest is not None,
                 bound_by=bound_by,
                 why=why,
                 pin_why=pin_why,
             )
         )
-    rows.append(
-        SafeSettings(
-            num_workers=0,
-            prefetch_factor=None,
-            pin_memory=pin,
-            persistent_workers=False,
-            max_batch_bytes=None,
-            bound_by="none",
-            why=say("without workers no shared memory is used"),
-            pin_why=pin_why,
-        )
-    )
-    return tuple(rows)
+    why = say("without workers no shared memory is used")
+    return (*rows, SafeSettings(pin_memory=pin, why=why, pin_why=pin_why))
 
 
 def usable_cores(machine: Machine) -> int | None:

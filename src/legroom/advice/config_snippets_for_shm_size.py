@@ -5,8 +5,7 @@ The snippets are complete and valid. A memory limit is included only if the need
 
 from __future__ import annotations
 
-from legroom.errors import UsageError
-from legroom.messages import listed, say
+from legroom.messages import say
 from legroom.records.workload import Need
 from legroom.units import exact_size
 
@@ -23,11 +22,6 @@ def kubernetes_volume(size: int) -> str:
 
 def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = None) -> str:
     """The snippet that sets /dev/shm to ``size``; the memory limit in it follows from ``need``."""
-    if kind not in KINDS:
-        raise UsageError(
-            say("unknown configuration kind {kind!r}", kind=kind),
-            fix=(say("use one of: {kinds}", kinds=listed(KINDS)),),
-        )
     memory, known = _memory(size, need), _known(size, need)
     if kind == "docker":
         return _docker(size, memory, known)

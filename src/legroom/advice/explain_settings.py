@@ -6,12 +6,13 @@ Also the settings around the DataLoader: data mode, persistent workers, threads,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from legroom.advice.choose_settings import (
     SLACK,
     Climbed,
+    TuneCase,
     TunedChoice,
     TuneRequest,
     choose,
@@ -21,11 +22,11 @@ from legroom.advice.choose_settings import (
     workload,
 )
 from legroom.advice.memory_need import need
-from legroom.messages import counted, joined, phrase, say
+from legroom.messages import RANKS, SAMPLES, counted, joined, phrase, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine
 from legroom.records.settings_and_overrides import Lever, Settings
-from legroom.records.workload import Measured, Need, Plan
+from legroom.records.workload import Measured, Plan
 from legroom.units import format_duration, format_size
 
 
@@ -40,57 +41,42 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{digits}f} ms"
 
 
-def reasons(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> dict[str, str]:
+def reasons(choice: TunedChoice) -> dict[str, str]:
     """The reason for each setting."""
-    candidate = choice.settings
-    lines = {
-        "batch_size": _batch(measured, request, choice),
-        "accumulation": _accumulation(request, choice),
-        "num_workers": _workers(measured, request, choice),
-    }
-    if candidate.num_workers:
-        lines["prefetch_factor"] = _prefetch(measured, choice)
-    lines["pin_memory"] = _pin(machine, choice)
+    lines = {"batch_size": _batch(choice), "accumulation": _accumulation(choice), "num_workers": _workers(choice)}
+    if choice.settings.num_workers:
+        lines["prefetch_factor"] = _prefetch(choice)
+    lines["pin_memory"] = _pin(choice)
     return lines
 
 
-def _batch(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
-    batch = choice.settings.batch_size
+def _batch(choice: TunedChoice) -> str:
+    request, measured, batch = choice.request, choice.measured, choice.settings.batch_size
     if batch == request.batch_size and request.larger_than_dataset is not None:
         return say(
             "batch {batch} instead of {asked}: the dataset has no more samples for each rank",
             batch=batch, asked=request.larger_than_dataset,
         )  # fmt: skip
     if batch == request.batch_size:
-        return say("batch {batch}: as requested, {size}", batch=batch, size=_batch_bytes(measured, batch))
+        size = format_size(measured.batch_bytes * batch // measured.batch_size)
+        return say("batch {batch}: as requested, {size}", batch=batch, size=size)
     return say(
         "batch {batch} instead of {asked}: {problem}",
         batch=batch, asked=request.batch_size, problem=_problem(choice.refused),
     )  # fmt: skip
 
 
-def _batch_bytes(measured: Measured, batch: int) -> str:
-    return format_size(measured.batch_bytes * batch // measured.batch_size)
-
-
-def _ranks(count: int) -> str:
-    return counted(count, phrase("{count} rank"), phrase("{count} ranks"))
-
-
-def _sample_count(count: int) -> str:
-    return counted(count, phrase("{count} sample"), phrase("{count} samples"))
-
-
-def _accumulation(request: TuneRequest, choice: TunedChoice) -> str:
-    batch, steps = choice.settings.batch_size, choice.together // choice.settings.batch_size
+def _accumulation(choice: TunedChoice) -> str:
+    batch, ranks = choice.settings.batch_size, choice.request.ranks
+    steps = choice.together // batch
     return say(
         "accumulation {steps}: {batch} × {steps} × {ranks} = {samples} per optimizer step, unchanged",
-        steps=steps, batch=batch, ranks=_ranks(request.ranks), samples=_sample_count(batch * steps * request.ranks),
+        steps=steps, batch=batch, ranks=counted(ranks, *RANKS), samples=counted(batch * steps * ranks, *SAMPLES),
     )  # fmt: skip
 
 
-def _workers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
-    candidate, ideal = choice.settings, choice.ideal
+def _workers(choice: TunedChoice) -> str:
+    measured, candidate, ideal = choice.measured, choice.settings, choice.ideal
     if measured.unsendable is not None:
         return say("workers 0: a batch cannot be sent from a worker ({why})", why=measured.unsendable)
     if candidate.num_workers < ideal.num_workers:
@@ -99,27 +85,25 @@ def _workers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> s
             workers=candidate.num_workers, ideal=ideal.num_workers, problem=_problem(choice.refused),
         )  # fmt: skip
     if not candidate.num_workers:
-        return _no_workers(measured, request, choice)
-    sample = milliseconds(measured.worker_seconds)
-    if request.step.seconds:
+        return _no_workers(choice)
+    sample, step = milliseconds(measured.worker_seconds), choice.request.step.seconds
+    if step:
         head = say(
             "workers {workers}: {sample} per sample, {step} per training step of {samples}",
-            workers=candidate.num_workers, sample=sample, step=milliseconds(request.step.seconds),
-            samples=_sample_count(candidate.batch_size),
+            workers=candidate.num_workers, sample=sample, step=milliseconds(step),
+            samples=counted(candidate.batch_size, *SAMPLES),
         )  # fmt: skip
     else:
         head = say("workers {workers}: {sample} per sample", workers=candidate.num_workers, sample=sample)
-    return joined((head, _why_no_more(measured, request, choice)))
+    return joined((head, _why_no_more(choice)))
 
 
-def _no_workers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
-    here = milliseconds(pace(measured, choice.settings, choice.cores, request.step))
-    most, bound = most_workers(measured, request, choice.cores, choice.bounds)
+def _no_workers(choice: TunedChoice) -> str:
+    most, bound = most_workers(choice)
     if not most:
-        return say("workers 0: {why}", why=_bound(bound, measured, choice))
-    one = milliseconds(
-        pace(measured, replace(choice.settings, num_workers=1, prefetch_factor=2), choice.cores, request.step)
-    )
+        return say("workers 0: {why}", why=_bound(bound, choice))
+    here = milliseconds(pace(choice, choice.settings))
+    one = milliseconds(pace(choice, replace(choice.settings, num_workers=1, prefetch_factor=2)))
     return say("workers 0: a batch every {here} without workers, every {one} with one", here=here, one=one)
 
 
@@ -130,29 +114,29 @@ _BOUNDS = {
     "preset": phrase("the limit of the preset"),
     "batches": phrase("as many as an epoch has batches"),
     "most": phrase("the most that is tried"),
-    "unsendable": phrase("a batch cannot be sent from a worker"),
 }
 
 
-def _bound(name: str, measured: Measured, choice: TunedChoice) -> str:
+def _bound(name: str, choice: TunedChoice) -> str:
+    measured = choice.measured
     share = measured.wait_seconds / measured.sample_seconds if measured.sample_seconds else 0.0
     return say(_BOUNDS[name], cores=choice.cores, share=share)
 
 
-def _why_no_more(measured: Measured, request: TuneRequest, choice: TunedChoice) -> str:
-    candidate = choice.settings
-    most, bound = most_workers(measured, request, choice.cores, choice.bounds)
+def _why_no_more(choice: TunedChoice) -> str:
+    candidate, step = choice.settings, choice.request.step.seconds
+    most, bound = most_workers(choice)
     if candidate.num_workers >= most:
-        return _bound(bound, measured, choice)
-    now = pace(measured, candidate, choice.cores, request.step)
-    more = pace(measured, replace(candidate, num_workers=candidate.num_workers + 1), choice.cores, request.step)
-    if request.step.seconds and now <= request.step.seconds * SLACK:
+        return _bound(bound, choice)
+    now = pace(choice, candidate)
+    if step and now <= step * SLACK:
         return say("another worker would be idle")
+    more = pace(choice, replace(candidate, num_workers=candidate.num_workers + 1))
     return say("another worker would gain {share:.0%}", share=max(0.0, 1 - more / now))
 
 
-def _prefetch(measured: Measured, choice: TunedChoice) -> str:
-    candidate = choice.settings
+def _prefetch(choice: TunedChoice) -> str:
+    candidate, measured = choice.settings, choice.measured
     if candidate.prefetch_factor < choice.ideal.prefetch_factor:
         return say(
             "prefetch {prefetch}: {ideal} would hide slow samples, but {problem}",
@@ -170,8 +154,8 @@ def _prefetch(measured: Measured, choice: TunedChoice) -> str:
     )  # fmt: skip
 
 
-def _pin(machine: Machine, choice: TunedChoice) -> str:
-    if not machine.gpus.cards:
+def _pin(choice: TunedChoice) -> str:
+    if not choice.machine.gpus.cards:
         return say("pin_memory off: no GPU found")
     if not choice.settings.pin_memory and choice.refused is None:
         return say("pin_memory off: as set")
@@ -186,25 +170,7 @@ def _problem(plan: Plan | None) -> str:
     return plan.problems[0].message
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
-    """Settings around the DataLoader, and their reasons."""
-
-    persistent_workers: bool
-    low_memory: bool
-    threads: int
-    allocator: str | None
-    why: dict[str, str]
-
-
-def around(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> Around:
-    """The settings around the DataLoader that go with that choice on this machine."""
-    why: dict[str, str] = {}
-    persistent, why["persistent_workers"] = _persistent(choice)
-    low, why["low_memory"] = _low_memory(measured, machine, request, choice)
-    threads, why["threads"] = _threads(machine, choice)
-    allocator, why["allocator"] = _allocator(machine)
-    return Around(persistent, low, threads, allocator, why)
+# Settings around the DataLoader, each with its reason.
 
 
 def _persistent(choice: TunedChoice) -> tuple[bool, str]:
@@ -215,18 +181,18 @@ def _persistent(choice: TunedChoice) -> tuple[bool, str]:
     return True, say("persistent_workers on: workers are not restarted every epoch")
 
 
-def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> tuple[bool, str]:
-    ram = machine.pool("ram")
+def _low_memory(choice: TunedChoice) -> tuple[bool, str]:
+    measured, ranks, ram = choice.measured, choice.request.here, choice.machine.pool("ram")
     if measured.rows is None:
         return False, say("low_memory off: the dataset has no length")
     if ram is None or ram.free is None:
         return False, say("low_memory off: free RAM is unknown")
     # Every rank keeps it in memory; workers copy pages too when they touch Python objects.
-    data = measured.rows * measured.sample_bytes * request.here
+    data = measured.rows * measured.sample_bytes * ranks
     room = int(ram.free * choice.bounds.share)
     figures = {
-        "samples": _sample_count(measured.rows), "each": format_size(measured.sample_bytes),
-        "ranks": _ranks(request.here), "data": format_size(data), "room": format_size(room),
+        "samples": counted(measured.rows, *SAMPLES), "each": format_size(measured.sample_bytes),
+        "ranks": counted(ranks, *RANKS), "data": format_size(data), "room": format_size(room),
     }  # fmt: skip
     if data > room:
         return True, say(
@@ -237,10 +203,10 @@ def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choi
     return False, say("low_memory off: {samples} × {each} × {ranks} = {data}, {room} of RAM available", **figures)
 
 
-def _threads(machine: Machine, choice: TunedChoice) -> tuple[int, str]:
+def _threads(choice: TunedChoice) -> tuple[int, str]:
     cores, workers = int(choice.cores), choice.settings.num_workers
     # With a GPU the training process mostly waits; without one it does the work.
-    threads = max(1, cores // (workers + 1) if machine.gpus.cards else cores - workers)
+    threads = max(1, cores // (workers + 1) if choice.machine.gpus.cards else cores - workers)
     return threads, say(
         "threads {threads}: {cores} cores per rank, {workers} of them for workers",
         threads=threads, cores=cores, workers=min(cores, workers),
@@ -258,40 +224,38 @@ def _allocator(machine: Machine) -> tuple[str | None, str]:
 _QUARTER = 4
 
 
-def levers(measured: Measured, request: TuneRequest, choice: TunedChoice) -> tuple[Lever, ...]:
+def levers(choice: TunedChoice) -> tuple[Lever, ...]:
     """Further options to save memory with these settings."""
-    return (*_loader(measured, request, choice), *_samples(measured, request, choice), *_model())
+    return (*_loader(choice), *_samples(choice), *_model())
 
 
-def _need(measured: Measured, request: TuneRequest, candidate: CompleteLoaderSettings) -> Need:
-    return need(workload(measured, request, candidate))
+def _ram(case: TuneCase, candidate: CompleteLoaderSettings) -> int:
+    return need(workload(case, candidate)).ram
 
 
-def _loader(measured: Measured, request: TuneRequest, choice: TunedChoice) -> Iterator[Lever]:
-    candidate = choice.settings
-    now = _need(measured, request, candidate)
+def _loader(choice: TunedChoice) -> Iterator[Lever]:
+    now, candidate = _ram(choice, choice.settings), choice.settings
+
+    def saving(name: str, what: str, value: Any) -> Lever:
+        return Lever(name, "ram", now - _ram(choice, replace(candidate, **{name: value})), what)
+
     if candidate.num_workers:
-        saved = now.ram - _need(measured, request, replace(candidate, num_workers=0)).ram
-        yield Lever("num_workers", "ram", saved, say("no workers: the training step waits for every batch"))
+        yield saving("num_workers", say("no workers: the training step waits for every batch"), 0)
     if candidate.num_workers and candidate.prefetch_factor > 1:
-        saved = now.ram - _need(measured, request, replace(candidate, prefetch_factor=1)).ram
-        yield Lever("prefetch_factor", "ram", saved, say("prefetch 1: a slow sample stalls training"))
+        yield saving("prefetch_factor", say("prefetch 1: a slow sample stalls training"), 1)
     if candidate.pin_memory:
-        saved = now.ram - _need(measured, request, replace(candidate, pin_memory=False)).ram
-        yield Lever("pin_memory", "ram", saved, say("pin_memory off: copies to the GPU are synchronous"))
+        yield saving("pin_memory", say("pin_memory off: copies to the GPU are synchronous"), False)
     if candidate.batch_size % 2 == 0:
-        saved = now.ram - _need(measured, request, replace(candidate, batch_size=candidate.batch_size // 2)).ram
-        yield Lever(
-            "batch_size", "ram", saved, say("half the batch size, twice the accumulation: saves even more GPU memory")
-        )
+        what = say("half the batch size, twice the accumulation: saves even more GPU memory")
+        yield saving("batch_size", what, candidate.batch_size // 2)
 
 
-def _samples(measured: Measured, request: TuneRequest, choice: TunedChoice) -> Iterator[Lever]:
+def _samples(choice: TunedChoice) -> Iterator[Lever]:
     """A quarter less length saves a quarter of the bytes; a quarter off each image side nearly half."""
+    measured = choice.measured
     largest = max(measured.tensors, default=0)
     if not largest:
         return
-    rest = tuple(size for size in measured.tensors if size != largest)
     for name, kept, what in (
         (
             "sequence_length",
@@ -304,8 +268,10 @@ def _samples(measured: Measured, request: TuneRequest, choice: TunedChoice) -> I
             say("images a quarter smaller per side, if the largest tensor is the image"),
         ),
     ):
-        smaller = replace(measured, tensors=(int(largest * kept), *rest))
-        saved = _need(measured, request, choice.settings).ram - _need(smaller, request, choice.settings).ram
+        # A batch may have several of that size, as input_ids, attention_mask and labels: all become smaller.
+        tensors = tuple(int(size * kept) if size == largest else size for size in measured.tensors)
+        smaller = replace(choice, measured=replace(measured, tensors=tensors))
+        saved = _ram(choice, choice.settings) - _ram(smaller, choice.settings)
         yield Lever(name, "ram", max(0, saved), what)
 
 
@@ -326,10 +292,12 @@ def settle(
     climbed: Climbed | None = None,
 ) -> Settings:
     """The settings for this dataset on this machine; ``by_hand`` overrides, setting by setting."""
+    if by_hand and "loader_kind" in by_hand:  # before the choice: what fits differs between the two
+        request = replace(request, loader_kind=by_hand["loader_kind"])
     choice = choose(measured, machine, request)
     if climbed is not None:
-        choice = _at(climbed.settings, measured, machine, request, choice)
-    settings = _settings(measured, machine, request, choice)
+        choice = _at(climbed.settings, choice)
+    settings = _settings(choice)
     if climbed is not None:
         settings = replace(settings, why={**settings.why, "num_workers": climbed.why})
     if not by_hand:
@@ -337,9 +305,7 @@ def settle(
     overridden = settings.override(**by_hand)
     wanted = {name: getattr(overridden, name) for name in overridden.before}
     # Dependent settings follow from the override, not from the settings it replaces.
-    around_them = _settings(
-        measured, machine, request, _at(_by_hand(choice.settings, wanted), measured, machine, request, choice)
-    )
+    around_them = _settings(_at(_by_hand(choice.settings, wanted), choice))
     return replace(
         around_them,
         **wanted,
@@ -348,37 +314,37 @@ def settle(
     )
 
 
-def _at(
-    candidate: CompleteLoaderSettings, measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice
-) -> TunedChoice:
-    return replace(
-        choice, settings=candidate, ideal=candidate, refused=None, plan=plan_of(measured, machine, request, candidate)
-    )
+def _at(candidate: CompleteLoaderSettings, choice: TunedChoice) -> TunedChoice:
+    return replace(choice, settings=candidate, ideal=candidate, refused=None, plan=plan_of(choice, candidate))
 
 
-def _settings(measured: Measured, machine: Machine, request: TuneRequest, choice: TunedChoice) -> Settings:
-    rest = around(measured, machine, request, choice)
+def _settings(choice: TunedChoice) -> Settings:
+    candidate, why = choice.settings, reasons(choice)
+    persistent, why["persistent_workers"] = _persistent(choice)
+    low_memory, why["low_memory"] = _low_memory(choice)
+    threads, why["threads"] = _threads(choice)
+    allocator, why["allocator"] = _allocator(choice.machine)
     return Settings(
-        batch_size=choice.settings.batch_size,
-        accumulation=choice.together // choice.settings.batch_size,
-        ranks=request.ranks,
-        num_workers=choice.settings.num_workers,
-        prefetch_factor=choice.settings.prefetch_factor if choice.settings.num_workers else None,
-        persistent_workers=rest.persistent_workers,
-        pin_memory=choice.settings.pin_memory,
-        low_memory=rest.low_memory,
-        threads=rest.threads,
-        allocator=rest.allocator,
-        loader_kind=request.loader_kind,
-        why={**reasons(measured, machine, request, choice), **rest.why},
-        levers=levers(measured, request, choice),
-        measured=measured,
+        batch_size=candidate.batch_size,
+        accumulation=choice.together // candidate.batch_size,
+        ranks=choice.request.ranks,
+        num_workers=candidate.num_workers,
+        prefetch_factor=candidate.prefetch_factor if candidate.num_workers else None,
+        persistent_workers=persistent,
+        pin_memory=candidate.pin_memory,
+        low_memory=low_memory,
+        threads=threads,
+        allocator=allocator,
+        loader_kind=choice.request.loader_kind,
+        why=why,
+        levers=levers(choice),
+        measured=choice.measured,
         plan=choice.plan,
     )
 
 
 def _by_hand(candidate: CompleteLoaderSettings, wanted: Mapping[str, Any]) -> CompleteLoaderSettings:
-    names = ("batch_size", "num_workers", "prefetch_factor", "pin_memory")
+    names = ("batch_size", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
     return replace(candidate, **{name: wanted[name] for name in names if name in wanted})
 
 

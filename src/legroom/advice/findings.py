@@ -228,18 +228,11 @@ def spilling(machine: Machine) -> Iterator[Finding]:
 GPU_RULES = (nearly_full, unseen, spilling)
 
 
-def _bounded(machine: Machine) -> bool:
-    """Whether a cgroup limit is below the machine's RAM: only then is there a limit to raise."""
-    ram, total = machine.pool("ram"), machine.memory.total
-    return ram is not None and ram.size is not None and (total is None or ram.size < total)
-
-
 def near_limit(machine: Machine) -> Iterator[Finding]:
     """Little RAM left below the effective limit."""
     ram = machine.pool("ram")
     if ram is None or ram.size is None or ram.free is None or ram.free >= NEAR * ram.size:
         return
-    bounded = _bounded(machine)
     yield Finding(
         "ram-near-limit",
         "critical" if ram.free < AT_THE_EDGE * ram.size else "warning",
@@ -249,7 +242,7 @@ def near_limit(machine: Machine) -> Iterator[Finding]:
             used=say("an unknown amount") if ram.used is None else format_size(ram.used),
             source=ram.source,
         ),
-        raise_ram_limit(machine.runtime, ram.size if bounded else None, machine.memory.total),
+        raise_ram_limit(machine.runtime, machine.ram_limit, machine.memory.total),
     )
 
 
@@ -287,7 +280,6 @@ def oom_kills(machine: Machine) -> Iterator[Finding]:
     if not events.oom_kills:
         return
     ours = events.scope == "cgroup"
-    ram = machine.pool("ram")
     yield Finding(
         "oom-kills-seen",
         "warning" if ours else "info",
@@ -307,9 +299,7 @@ def oom_kills(machine: Machine) -> Iterator[Finding]:
             source=events.source,
             count=events.at_limit,
         ),
-        raise_ram_limit(
-            machine.runtime, ram.size if ram and ours and _bounded(machine) else None, machine.memory.total
-        ),
+        raise_ram_limit(machine.runtime, machine.ram_limit if ours else None, machine.memory.total),
     )
 
 

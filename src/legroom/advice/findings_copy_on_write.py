@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from legroom.messages import counted, listed, phrase, say
+from legroom.messages import WORKERS, counted, listed, say
 from legroom.records.finding_and_alarm import Finding
 from legroom.records.workload import CopiedAttribute
 from legroom.units import format_size
@@ -60,47 +60,39 @@ def finding_of_readings(
     if not rates:
         return None
     copied = max(points[pid][-1][1] for pid in rates)
-    if unread is not None:
-        return _perhaps_copied(parent, list(rates.values()), workers, copied, unread)
-    return finding_of_job(parent, list(rates.values()), workers, copied)
+    return finding_of_job(parent, list(rates.values()), workers, copied, unread)
 
 
-def _perhaps_copied(parent: int, rates: Sequence[float], workers: int, copied: int, unread: str) -> Finding:
-    rate = sum(rates) / len(rates)
+def finding_of_job(
+    parent: int, rates: Sequence[float], workers: int, copied: int, unread: str | None = None
+) -> Finding:
+    """The finding for a running job, whose dataset is not at hand."""
+    who = {
+        "workers": counted(workers, *WORKERS), "pid": parent,
+        "rate": format_size(int(sum(rates) / len(rates) * 60)),
+    }  # fmt: skip
+    attribute = say("find the attribute:\nlegroom check --dataset MODULE:OBJECT --batch N --workers M")
+    if unread is None:
+        return Finding(
+            CODE,
+            "warning",
+            say("{workers} of process {pid} copy memory that they share with it: {rate}/min each", **who),
+            say("{why} Each has copied {copied} since it was first read.", why=cause(), copied=format_size(copied)),
+            (cure(), attribute),
+        )
     return Finding(
         CODE,
         "info",
         say(
             "{workers} of process {pid} copy memory that they share with it, perhaps the dataset: {rate}/min each",
-            workers=_workers(workers), pid=parent, rate=format_size(int(rate * 60)),
+            **who,
         ),
         say(
             "Each has copied {copied} since it was first read. Reading Python objects does that, and so does writing "
             "to memory that was free at the fork. Only the contents of the pages tell which, and {why}.",
             copied=format_size(copied), why=unread,
         ),
-        (
-            say("be sure: the same as root:\nsudo legroom doctor --pid {pid}", pid=parent),
-            say("find the attribute:\nlegroom check --dataset MODULE:OBJECT --batch N --workers M"),
-        ),
-    )  # fmt: skip
-
-
-def finding_of_job(parent: int, rates: Sequence[float], workers: int, copied: int) -> Finding:
-    """The finding for a running job, whose dataset is not at hand."""
-    rate = sum(rates) / len(rates)
-    return Finding(
-        CODE,
-        "warning",
-        say(
-            "{workers} of process {pid} copy memory that they share with it: {rate}/min each",
-            workers=_workers(workers), pid=parent, rate=format_size(int(rate * 60)),
-        ),
-        say("{why} Each has copied {copied} since it was first read.", why=cause(), copied=format_size(copied)),
-        (
-            cure(),
-            say("find the attribute:\nlegroom check --dataset MODULE:OBJECT --batch N --workers M"),
-        ),
+        (say("be sure: the same as root:\nsudo legroom doctor --pid {pid}", pid=parent), attribute),
     )  # fmt: skip
 
 
@@ -117,7 +109,7 @@ def finding_of_dataset(attributes: Sequence[CopiedAttribute], workers: int) -> F
         say("every forked worker copies {names} while it reads it", names=names),
         say(
             "{why} In the trial run one worker copied {copied} of {name}. {workers} copy up to {total} in an epoch.",
-            why=cause(), copied=format_size(first.copied), name=first.name, workers=_workers(workers),
+            why=cause(), copied=format_size(first.copied), name=first.name, workers=counted(workers, *WORKERS),
             total=format_size(total * workers),
         ),
         (cure(),),
@@ -134,7 +126,3 @@ def cure() -> str:
     return say(
         "freeze the lists and dicts of the dataset before the DataLoader is made:\nlegroom.freeze_dataset(dataset)"
     )
-
-
-def _workers(count: int) -> str:
-    return counted(count, phrase("{count} worker"), phrase("{count} workers"))

@@ -130,7 +130,7 @@ def above_limit(machine: Machine) -> Iterator[Finding]:
     size, ram = machine.shm.size, machine.pool("ram")
     if size is None or ram is None or ram.size is None or not machine.shm.mounted or size <= ram.size:
         return
-    by_cgroup = machine.memory.total is None or ram.size < machine.memory.total
+    by_cgroup = machine.ram_limit is not None
     half = 1 << max(26, (ram.size // 2).bit_length() - 1)  # the largest power of two that leaves half to processes
     yield Finding(
         "shm-above-cgroup-limit",

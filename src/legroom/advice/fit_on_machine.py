@@ -6,6 +6,7 @@ and the RAM limit.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from legroom.advice import fix_commands
 from legroom.advice.job_settings_to_workload import Batch, Demand, workload_of
 from legroom.advice.memory_need import PAGE, free_amount, need
 from legroom.errors import UsageError
-from legroom.messages import counted, phrase, say
+from legroom.messages import RANKS, SAMPLES, WORKERS, counted, say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Machine, Pool
 from legroom.records.settings_and_overrides import Settings
@@ -36,8 +37,8 @@ def per_rank(batch: int, effective: int | None, ranks: int) -> int:
         raise UsageError(
             say("an effective batch of {effective} cannot be kept", effective=effective),
             why=say("batch {batch} × {ranks} = {samples}; {effective} is not a multiple of that",
-                    batch=batch, ranks=counted(ranks, phrase("{count} rank"), phrase("{count} ranks")),
-                    samples=counted(step, phrase("{count} sample"), phrase("{count} samples")), effective=effective),
+                    batch=batch, ranks=counted(ranks, *RANKS),
+                    samples=counted(step, *SAMPLES), effective=effective),
             fix=(
                 say("use an effective batch of {near}", near=near),
                 *(
@@ -108,29 +109,26 @@ def advise(need: int, *, memory: int | None = None, processes: int = 0, bound: s
         return sizes
     why = say(
         "{bound} {memory} less {processes} for the processes" if processes else "{bound} {memory}",
-        bound=bound or say("the memory limit of"), memory=format_size(memory), processes=format_size(processes),
+        bound=bound, memory=format_size(memory), processes=format_size(processes),
     )  # fmt: skip
     return ShmSizes(min(minimum, room), min(recommended, room), min(sizes.conservative, room), why)
 
 
 def relieve(machine: Machine, pool: str, amount: int) -> tuple[str, ...]:
     """The fix that makes ``amount`` fit into that pool here."""
-    ram, total = machine.pool("ram"), machine.memory.total
-    size = ram.size if ram else None
     if pool == "shm":
-        wanted = amount + (machine.shm.used or 0)
-        advised = advise(wanted, memory=size).recommended
+        wanted, ram = amount + (machine.shm.used or 0), machine.pool("ram")
+        advised = advise(wanted, memory=ram.size if ram else None).recommended
         if advised < wanted:  # more than the RAM that backs it
             return (*fix_commands.use_less_shm(), fix_commands.check_room("/dev/shm"))
         return fix_commands.enlarge_shm(machine.runtime, advised)
     if pool == "ram":
-        bounded = size is not None and (total is None or size < total)
-        return fix_commands.raise_ram_limit(machine.runtime, size if bounded else None, total)
+        return fix_commands.raise_ram_limit(machine.runtime, machine.ram_limit, machine.memory.total)
     if pool == "fds":
         return fix_commands.raise_nofile(machine.runtime, machine.limits.nofile_soft or 0, machine.limits.nofile_hard)
     if pool == "disk":
         return fix_commands.free_disk(next((disk.path for disk in machine.disks if disk.role == "store"), "."))
-    return fix_commands.unpin() if pool == "pinned" else fix_commands.use_less_gpu(machine.runtime)
+    return fix_commands.use_less_gpu(machine.runtime)
 
 
 _COUNTED = ("shm", "ram", "fds", "disk")
@@ -231,7 +229,7 @@ def largest_settings(demand: Demand, batch: Batch, machine: Machine, *, fitting:
         if fits(lower, batch, machine):
             return _settings(demand, lower, batch.samples, 1)
     alone = _with(demand, 0, 1)
-    for samples in _divisors(batch.samples):
+    for samples in smaller_batches(batch.samples, batch.samples):
         if fits(alone, batch.of(samples), machine):
             return _settings(demand, alone, samples, batch.samples // samples)
     return None
@@ -250,13 +248,8 @@ def largest_batch(demand: Demand, batch: Batch, machine: Machine, *, fitting: bo
     # The whole dataset as one batch can need less than a little less, of which two batches are ready at once.
     if fitting and (low >= high or all(fits(demand, batch.of(size), machine) for size in (high, high - 1))):
         return None
-    while high - low > 1:  # low fits or is 0; high does not fit
-        middle = (low + high) // 2
-        if fits(demand, batch.of(middle), machine):
-            low = middle
-        else:
-            high = middle
-    return low
+    # low fits or is 0; high does not fit
+    return low + bisect_left(range(low + 1, high), True, key=lambda size: not fits(demand, batch.of(size), machine))
 
 
 def _down(demand: Demand) -> list[tuple[int, int]]:
@@ -271,11 +264,6 @@ def _with(demand: Demand, workers: int, prefetch: int) -> Demand:
     )
 
 
-def _divisors(samples: int) -> list[int]:
-    """Smaller batches that accumulate to the same number of samples, largest first."""
-    return [part for part in range(samples // 2, 0, -1) if samples % part == 0]
-
-
 def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) -> Settings:
     why = {}
     if chosen.prefetch_factor != asked.prefetch_factor and chosen.num_workers:
@@ -287,7 +275,7 @@ def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) ->
     if chosen.num_workers != asked.num_workers:
         why["num_workers"] = say(
             "{workers} instead of {old}: each worker has its own batches in memory",
-            workers=counted(chosen.num_workers, phrase("{count} worker"), phrase("{count} workers")),
+            workers=counted(chosen.num_workers, *WORKERS),
             old=asked.num_workers,
         )
     if accumulation > 1:

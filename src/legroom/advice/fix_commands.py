@@ -74,15 +74,11 @@ def enlarge_shm(runtime: RuntimeEnvironment, size: int) -> tuple[str, ...]:
             lines.insert(0, say("now, without a restart:\nmount -o remount,size={size} /dev/shm", size=wanted))
         return (*lines, check_room(_SHM))
     if runtime.kind == "kubernetes":
+        volume, check = _memory_volume(size)
         return (
-            say(
-                "add a memory volume to the pod and mount it in the container:\nvolumes: [{volume}]\n"
-                "volumeMounts: [{mount}]",
-                volume=kubernetes_volume(size),
-                mount=KUBERNETES_MOUNT,
-            ),
+            volume,
             say("its content counts against the container's memory limit: raise that limit by the same amount"),
-            say("check:\nkubectl exec POD -- df -h /dev/shm"),
+            check,
         )
     if runtime.kind in ("bare", "wsl", "slurm") and remount is not None:
         return (
@@ -99,10 +95,21 @@ def enlarge_shm(runtime: RuntimeEnvironment, size: int) -> tuple[str, ...]:
     return (*_without_rights(runtime, wanted), check_room(_SHM))
 
 
-def use_less_shm() -> tuple[str, ...]:
-    """Settings that need less of /dev/shm, if it cannot be enlarged."""
+def _memory_volume(size: int) -> tuple[str, str]:
+    """A pod's /dev/shm of that size, and how to verify it."""
+    volume = say(
+        "add a memory volume to the pod and mount it in the container:\nvolumes: [{volume}]\nvolumeMounts: [{mount}]",
+        volume=kubernetes_volume(size), mount=KUBERNETES_MOUNT,
+    )  # fmt: skip
+    return volume, say("check:\nkubectl exec POD -- df -h /dev/shm")
+
+
+def use_less_shm(*, rights: bool = True) -> tuple[str, ...]:
+    """Settings that need less of /dev/shm, if it cannot be enlarged: for want of ``rights``, or of RAM."""
     return (
-        say("without root: num_workers=0 uses no shared memory; fewer workers or smaller batches use less"),
+        say("num_workers=0 uses no shared memory; fewer workers or smaller batches use less")
+        if rights
+        else say("without root: num_workers=0 uses no shared memory; fewer workers or smaller batches use less"),
         say("or use legroom.DataLoader instead of torch's: its batches are not in /dev/shm"),
         say('keep datasets of legroom.open on disk:\nlegroom.open(…, backing="disk")'),
     )
@@ -121,7 +128,7 @@ def bound_shm(runtime: RuntimeEnvironment, size: int, *, own: bool, shared: bool
             start = phrase("restart the container with its own /dev/shm:\n{tool} run --ipc=private --shm-size={size} …")
         return (say(start, tool=runtime.kind, size=wanted), check_room(_SHM))
     if runtime.kind == "kubernetes":
-        return enlarge_shm(runtime, size)
+        return _memory_volume(size)
     keep = say(
         "keep the job's use of /dev/shm below {size}; legroom check predicts what a DataLoader needs", size=wanted
     )
@@ -143,7 +150,7 @@ def bound_shm(runtime: RuntimeEnvironment, size: int, *, own: bool, shared: bool
 
 def _without_rights(runtime: RuntimeEnvironment, wanted: str) -> list[str]:
     """Steps without the right to mount: other settings, legroom.DataLoader, a request to the administrator."""
-    lines = [*use_less_shm()]
+    lines = [*use_less_shm(rights=False)]
     if runtime.kind == "slurm":
         lines.append(
             say(
@@ -345,15 +352,6 @@ def use_less_gpu(runtime: RuntimeEnvironment) -> tuple[str, ...]:
         say("run fewer jobs per GPU, or use a smaller batch with gradient accumulation (same effective batch size)"),
         say("use mixed precision, activation checkpointing, smaller images or shorter sequences"),
         say("check:\nnvidia-smi"),
-    )
-
-
-def unpin() -> tuple[str, ...]:
-    """What to do if too much memory is pinned: it cannot be reclaimed or swapped."""
-    return (
-        say("pin_memory=False frees the host memory; copies to the GPU become slower and synchronous"),
-        say("or keep fewer batches in flight (prefetch, workers): each is pinned and rounded up to a power of two"),
-        say("check:\ngrep RssShmem /proc/PID/status"),
     )
 
 

@@ -91,19 +91,16 @@ class Demand(LoaderSettings):
         for name, least in _INTEGERS.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_integer(name, value, least))
-        check_choice("loader", self.loader_kind, ("torch", "legroom"))
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("dtype", self.dtype, DTYPES)
-        if self.multiprocessing_context is not None:
-            check_choice("start_method", self.multiprocessing_context, ("fork", "spawn", "forkserver"))
 
 
-def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
+def batch_of(sample_bytes: int, samples: int) -> Batch:
     """A batch of one tensor, with that many bytes per sample."""
     samples = check_integer("batch_size", samples, 1)
     sample_bytes = check_integer("sample_bytes", sample_bytes, 1)
-    text = source or say("{each} per sample, given by you", each=format_size(sample_bytes))
-    return Batch((sample_bytes * samples,), samples, text, endless=True)
+    source = say("{each} per sample, given by you", each=format_size(sample_bytes))
+    return Batch((sample_bytes * samples,), samples, source, endless=True)
 
 
 def loaders_of(demand: Demand, batch: Batch | None) -> tuple[PlannedLoader, ...]:
@@ -137,7 +134,7 @@ def _loader(demand: Demand, batch: Batch, workers: int) -> PlannedLoader:
 def host_model(demand: Demand) -> tuple[int, str]:
     """Bytes of the model and its training state on the host, with the calculation as text."""
     if not demand.params:
-        return 0, say("none given")
+        return 0, ""
     each, copies = DTYPES[demand.dtype], 1 + OPTIMIZERS[demand.optimizer]
     text = say(
         "{params} parameters × {each} bytes × {copies} ({parts})",

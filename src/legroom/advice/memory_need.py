@@ -7,11 +7,12 @@ shared memory for sending it exist at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from legroom.advice.job_settings_to_workload import Batch, Demand, loaders_of, workload_of
-from legroom.messages import counted, phrase, say
+from legroom.messages import WORKERS, counted, phrase, say
 from legroom.records.machine import Machine
 from legroom.records.workload import LoaderTrial, Need, PlannedLoader, Term, Workload
 from legroom.units import format_size
@@ -65,11 +66,6 @@ def _within_epoch(loader: PlannedLoader, most: int) -> int:
     return most if loader.batches is None else min(most, loader.batches + 1)
 
 
-def loader_semaphores(loader: PlannedLoader) -> int:
-    """Semaphores of one loader; each takes a page."""
-    return semaphores(loader.num_workers)
-
-
 def pinned_size(nbytes: int) -> int:
     """Bytes that pinning takes: torch's host allocator rounds up to powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
@@ -98,82 +94,58 @@ def _sum(terms: Iterable[Term]) -> int:
     return sum(term.bytes for term in terms)
 
 
+def _term(pool: str, each: int, count: int, what: str, source: str) -> Term:
+    """The same bytes for each of ``count``."""
+    return Term(pool, each * count, what if count == 1 else f"{what} × {count}", source)
+
+
 def _shm(workload: Workload) -> Iterator[Term]:
-    count = workload.processes
-    if workload.process_shm:
-        yield Term(
-            "shm",
-            workload.process_shm * count,
-            say("{each} per process{times}", each=format_size(workload.process_shm), times=_times(count)),
-            workload.process_shm_source,
-        )
+    count, own = workload.processes, workload.process_shm
+    yield _term("shm", own, count, say("{each} per process", each=format_size(own)), workload.process_shm_source)
     for loader in workload.loaders:
         if not loader.num_workers:
             continue
-        yield Term("shm", loader_semaphores(loader) * PAGE * count, _locks_text(loader, count), say("one page each"))
+        locks = semaphores(loader.num_workers)
+        what = say("{locks} semaphores of the DataLoader's queues", locks=locks)
+        yield _term("shm", locks * PAGE, count, what, say("one page each"))
         if loader.loader_kind == "legroom":
             continue
         batch = batch_pages(loader.tensors)
-        text = say(
-            "{flights} batches of {batch} in flight ({why}){times}",
-            flights=flights(loader), batch=format_size(batch), why=_flights_text(loader), times=_times(count),
+        what = say(
+            "{flights} batches of {batch} in flight ({why})",
+            flights=flights(loader), batch=format_size(batch), why=_flights_text(loader),
         )  # fmt: skip
-        yield Term("shm", batch * flights(loader) * count, text, loader.source)
-    if workload.nccl:
-        text = say("NCCL, {each} per process{times}", each=format_size(workload.nccl), times=_times(count))
-        yield Term("shm", workload.nccl * count, text, say("given by you"))
-    if workload.entries_shm:
-        yield Term(
-            "shm",
-            workload.entries_shm,
-            say("shared datasets, one copy"),
-            workload.entries_shm_source or say("read from the data file"),
-        )
+        yield _term("shm", batch * flights(loader), count, what, loader.source)
+    what = say("NCCL, {each} per process", each=format_size(workload.nccl))
+    yield _term("shm", workload.nccl, count, what, say("given by you"))
+    source = workload.entries_shm_source or say("read from the data file")
+    yield Term("shm", workload.entries_shm, say("shared datasets, one copy"), source)
 
 
 def _ram(workload: Workload) -> Iterator[Term]:
-    count = workload.processes
-    if workload.process_ram:
-        text = say("{each} per process{times}", each=format_size(workload.process_ram), times=_times(count))
-        yield Term("ram", workload.process_ram * count, text, workload.process_ram_source)
-    if workload.host_model:
-        text = say(
-            "model and optimizer on the host, {each}{times}",
-            each=format_size(workload.host_model), times=_times(count),
-        )  # fmt: skip
-        yield Term("ram", workload.host_model * count, text, workload.host_model_source)
+    count, own, model = workload.processes, workload.process_ram, workload.host_model
+    yield _term("ram", own, count, say("{each} per process", each=format_size(own)), workload.process_ram_source)
+    what = say("model and optimizer on the host, {each}", each=format_size(model))
+    yield _term("ram", model, count, what, workload.host_model_source)
     for loader in workload.loaders:
         yield from _loader_ram(workload, loader)
     tables = -(-workload.mapped // _PAGE_TABLES)
-    if tables:
-        readers = count * (1 + sum(loader.num_workers for loader in workload.loaders))
-        text = say(
-            "page tables, {each} for {mapped} mapped{times}",
-            each=format_size(tables), mapped=format_size(workload.mapped), times=_times(readers),
-        )  # fmt: skip
-        yield Term("ram", tables * readers, text, say("8 bytes per page"))
+    readers = count * (1 + sum(loader.num_workers for loader in workload.loaders))
+    what = say("page tables, {each} for {mapped} mapped", each=format_size(tables), mapped=format_size(workload.mapped))
+    yield _term("ram", tables, readers, what, say("8 bytes per page"))
 
 
 def _loader_ram(workload: Workload, loader: PlannedLoader) -> Iterator[Term]:
-    count = workload.processes
-    own = workload.worker_ram + loader.worker_growth
-    if own and loader.num_workers:
-        text = say(
-            "{workers} of {each}{times}",
-            workers=_workers(loader), each=format_size(own), times=_times(count),
-        )  # fmt: skip
-        source = workload.worker_ram_source or say("private to each worker")
-        yield Term("ram", own * loader.num_workers * count, text, source)
-    batch, makers = loader.batch_bytes, max(1, loader.num_workers)
-    if loader.made_of:
-        text = say(
-            "a batch being assembled, {each} × {makers}{times}",
-            each=format_size(loader.made_of), makers=makers, times=_times(count),
-        )  # fmt: skip
-        yield Term("ram", loader.made_of * makers * count, text, loader.source)
+    count, own, batch = workload.processes, workload.worker_ram, loader.batch_bytes
+    what = say("{workers} of {each}", workers=counted(loader.num_workers, *WORKERS), each=format_size(own))
+    source = workload.worker_ram_source or say("private to each worker")
+    yield _term("ram", own * loader.num_workers, count, what, source)
+    makers = max(1, loader.num_workers)
+    what = say("a batch being assembled, {each} × {makers}", each=format_size(loader.made_of), makers=makers)
+    yield _term("ram", loader.made_of * makers, count, what, loader.source)
     if not loader.num_workers:
-        text = say("2 batches of {batch} in the training process{times}", batch=format_size(batch), times=_times(count))
-        yield Term("ram", 2 * batch * count, text, loader.source)
+        what = say("2 batches of {batch} in the training process", batch=format_size(batch))
+        yield _term("ram", 2 * batch, count, what, loader.source)
     elif loader.loader_kind == "legroom":
         yield from _arena(loader, own, count)
 
@@ -183,35 +155,31 @@ def _arena(loader: PlannedLoader, own: int, count: int) -> Iterator[Term]:
     batch, slots = batch_pages(loader.tensors), loader.slots
     if slots is None:
         slots = loader.num_workers * (2 + loader.prefetch_factor)
-        text = say(
-            "arena of {slots} batches of {batch} ({workers} × (2 + {prefetch})){times}",
-            slots=slots, batch=format_size(batch), workers=_workers(loader), prefetch=loader.prefetch_factor,
-            times=_times(count),
+        what = say(
+            "arena of {slots} batches of {batch} ({workers} × (2 + {prefetch}))",
+            slots=slots, batch=format_size(batch), workers=counted(loader.num_workers, *WORKERS),
+            prefetch=loader.prefetch_factor,
         )  # fmt: skip
     else:
-        text = say(
-            "arena of {slots} batches of {batch}, one per worker and the one in use{times}",
-            slots=slots, batch=format_size(batch), times=_times(count),
+        what = say(
+            "arena of {slots} batches of {batch}, one per worker and the one in use",
+            slots=slots, batch=format_size(batch),
         )  # fmt: skip
-    yield Term("ram", slots * batch * count, text, loader.source)
+    yield _term("ram", slots * batch, count, what, loader.source)
     free = spare(least(Each(own, loader.made_of, batch), loader.num_workers))
-    text = say("{free} headroom beside the workers{times}", free=format_size(free), times=_times(count))
-    yield Term("ram", free * count, text, say("one eighth plus 16 MB"))
+    what = say("{free} headroom beside the workers", free=format_size(free))
+    yield _term("ram", free, count, what, say("one eighth plus 16 MB"))
 
 
 def _pinned(workload: Workload) -> Iterator[Term]:
-    count = workload.processes
     for loader in workload.loaders:
         if not loader.pin_memory:
             continue
         batch = sum(pinned_size(nbytes) for nbytes in loader.tensors)
         # The pinning thread empties the workers' queue, so all batches in flight may be pinned.
         held = _own_flights(loader) if loader.num_workers else 2
-        text = say(
-            "{held} pinned batches of {batch}, rounded up to powers of two{times}",
-            held=held, batch=format_size(batch), times=_times(count),
-        )  # fmt: skip
-        yield Term("pinned", batch * held * count, text, loader.source)
+        what = say("{held} pinned batches of {batch}, rounded up to powers of two", held=held, batch=format_size(batch))
+        yield _term("pinned", batch * held, workload.processes, what, loader.source)
 
 
 def _charged(shm: Iterable[Term], pinned: Iterable[Term]) -> Iterator[Term]:
@@ -221,15 +189,8 @@ def _charged(shm: Iterable[Term], pinned: Iterable[Term]) -> Iterator[Term]:
 
 
 def _disk(workload: Workload) -> Iterator[Term]:
-    if workload.entries_disk:
-        text = say("shared datasets on disk, one copy")
-        yield Term("disk", workload.entries_disk, text, say("read from the data file"))
-    if workload.checkpoint:
-        text = say(
-            "checkpoints, {each} per process{times}",
-            each=format_size(workload.checkpoint), times=_times(workload.processes),
-        )  # fmt: skip
-        yield Term("disk", workload.checkpoint * workload.processes, text, say("given by you"))
+    what = say("checkpoints, {each} per process", each=format_size(workload.checkpoint))
+    yield _term("disk", workload.checkpoint, workload.processes, what, say("given by you"))
 
 
 def _fds(workload: Workload) -> Iterator[Term]:
@@ -240,13 +201,10 @@ def _fds(workload: Workload) -> Iterator[Term]:
     for loader in workload.loaders:
         if not loader.num_workers:
             continue
-        text = say("queues and sockets of {workers}", workers=_workers(loader))
+        text = say("queues and sockets of {workers}", workers=counted(loader.num_workers, *WORKERS))
         yield Term("fds", _WORKER_FDS * (loader.num_workers + 1), text, say("six per worker, six for results"))
-        if loader.loader_kind == "torch" and loader.sharing == "file_descriptor":
-            text = say(
-                "one file descriptor per tensor of {flights} batches",
-                flights=_own_flights(loader),
-            )  # fmt: skip
+        if loader.loader_kind == "torch":
+            text = say("one file descriptor per tensor of {flights} batches", flights=_own_flights(loader))
             yield Term("fds", _own_flights(loader) * len(loader.tensors), text, loader.source)
 
 
@@ -261,21 +219,7 @@ def _flights_text(loader: PlannedLoader) -> str:
     if flights(loader) < most:
         return say("{batches} per epoch + 1", batches=loader.batches)
     beyond = 2 if loader.persistent_workers else 3
-    return f"{_workers(loader)} × {loader.prefetch_factor} + {beyond}"
-
-
-def _workers(loader: PlannedLoader) -> str:
-    return counted(loader.num_workers, phrase("{count} worker"), phrase("{count} workers"))
-
-
-def _locks_text(loader: PlannedLoader, count: int) -> str:
-    return say(
-        "{locks} semaphores of the DataLoader's queues{times}", locks=loader_semaphores(loader), times=_times(count)
-    )
-
-
-def _times(count: int) -> str:
-    return f" × {count}" if count != 1 else ""
+    return f"{counted(loader.num_workers, *WORKERS)} × {loader.prefetch_factor} + {beyond}"
 
 
 SPARE = 16 << 20  # page tables, stacks, pipe buffers: counted by the cgroup, and not predictable
@@ -317,15 +261,12 @@ def most_workers(each: Each, free: int, asked: int) -> int:
 
 def most_samples(each: Each, free: int, workers: int, samples: int) -> int:
     """The largest batch size below ``samples`` (the measured one) that fits with these workers; 0 if none does."""
-    low, high = 0, samples  # low fits or is 0; high does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        smaller = Each(each.own, -(-each.making * middle // samples), -(-each.batch * middle // samples))
-        if fits(least(smaller, workers), free):
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def too_many(count: int) -> bool:
+        smaller = Each(each.own, -(-each.making * count // samples), -(-each.batch * count // samples))
+        return not fits(least(smaller, workers), free)
+
+    return bisect_left(range(1, samples), True, key=too_many)
 
 
 _MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share and bytes: no two runs use exactly the same
@@ -535,7 +476,7 @@ def may_grow(demand: Demand, batch: Batch, trial: LoaderTrial, *, forked: bool) 
 
 
 def _text(demand: Demand, trial: LoaderTrial) -> str:
-    workers = counted(demand.num_workers, phrase("{count} worker"), phrase("{count} workers"))
+    workers = counted(demand.num_workers, *WORKERS)
     if not trial.batches:
         return say("peak memory of {workers} before the first batch, plus a margin", workers=workers)
     batches = counted(trial.batches, phrase("{count} batch per epoch"), phrase("{count} batches per epoch"))

@@ -5,6 +5,7 @@ Scales one job to GPUs × jobs, adds what other processes use, and caps sizes by
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from legroom.advice.fit_on_machine import advise, fit
@@ -60,8 +61,7 @@ def _at(one: Workload, gpus: int, jobs: int) -> Workload:
 def _sizes(amount: Need, machine: Machine, others: int | None) -> ShmSizes:
     ram = machine.pool("ram")
     size = ram.size if ram else None
-    by_cgroup = size is not None and (machine.memory.total is None or size < machine.memory.total)
-    bound = say("the cgroup's memory limit of") if by_cgroup else say("the machine's RAM of")
+    bound = say("the cgroup's memory limit of") if machine.ram_limit is not None else say("the machine's RAM of")
     return advise(amount.shm + (others or 0), memory=size, processes=amount.ram - amount.shm, bound=bound)
 
 
@@ -80,22 +80,16 @@ def _fits_now(one: Workload, room: Machine, gpus: int) -> int | None:
         low, high = high, 2 * high
         if high > _MOST_JOBS:
             return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low + bisect_left(range(low + 1, high), True, key=lambda jobs: not fits(jobs))
 
 
 def _give_back(machine: Machine, shm: int, ram: int) -> Machine:
     """The machine without the measured running jobs, which are counted in the need."""
     back = {"shm": shm, "ram": ram + shm}
-    pools = tuple(
-        pool
-        if pool.free is None or not back.get(pool.name)
-        else replace(pool, free=min(pool.free + back[pool.name], pool.size or pool.free))
-        for pool in machine.pools
-    )
-    return replace(machine, pools=pools)
+    return machine.with_free({
+        pool.name: min(pool.free + back[pool.name], pool.size or pool.free)
+        for pool in machine.pools if pool.name in back and pool.free is not None
+    })  # fmt: skip
 
 
 def _fix(machine: Machine, sizes: ShmSizes, asked: Need) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from legroom.errors import UsageError
-from legroom.messages import counted, listed, phrase, say
+from legroom.messages import RANKS, SAMPLES, counted, listed, say
 from legroom.records.settings_and_overrides import Settings
 from legroom.system.argument_checks import check_choice, check_integer
 
@@ -42,17 +42,21 @@ class Shape:
     def __post_init__(self) -> None:
         for name, value in (("params", self.params), ("ranks", self.ranks), ("nodes", self.nodes)):
             object.__setattr__(self, name, check_integer(name, value, 1))
-        if self.ranks % self.nodes:
-            raise UsageError(
-                say("{ranks} ranks cannot be split evenly over {nodes} nodes", ranks=self.ranks, nodes=self.nodes),
-                fix=(say("use the same number of ranks on every node"),),
-            )
+        _check_even(self.ranks, self.nodes)
         if self.largest_layer is not None and not 0 < self.largest_layer <= self.params:
             raise UsageError(
                 say("the largest layer cannot have {count} parameters", count=self.largest_layer),
                 why=say("the model has {count}", count=self.params),
                 fix=(say("count only the module's own parameters, without submodules"),),
             )
+
+
+def _check_even(ranks: int, nodes: int) -> None:
+    if ranks % nodes:
+        raise UsageError(
+            say("{ranks} ranks cannot be split evenly over {nodes} nodes", ranks=ranks, nodes=nodes),
+            fix=(say("use the same number of ranks on every node"),),
+        )
 
 
 def zero_rows(shape: Shape) -> tuple[ZeroRow, ...]:
@@ -87,20 +91,18 @@ def _row(shape: Shape, stage: int, offload: Offload, gpu: int, host: float, form
 
 
 Precision = Literal["bf16", "fp16", "no"]
-KINDS = ("deepspeed", "accelerate")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "no")
 CLIPPING = 1.0  # largest gradient norm: the default of DeepSpeed, accelerate and transformers
 
 
 def emit_training(
-    kind: str, settings: Settings, *, zero: int | None = None, offload: bool = False, precision: Precision = "bf16"
-) -> str:
-    """The whole file. Without ``zero``, DeepSpeed's is stage 2 and accelerate's is plain data parallelism."""
-    if kind not in KINDS:
-        raise UsageError(
-            say("unknown configuration kind {kind!r}", kind=kind),
-            fix=(say("use one of: {kinds}", kinds=listed(KINDS)),),
-        )
+    kind: str, settings: Settings, *, zero: int | None = None, offload: bool = False, precision: Precision = "bf16",
+    nodes: int = 1,
+) -> str:  # fmt: skip
+    """The whole file. Without ``zero``, DeepSpeed's is stage 2 and accelerate's is plain data parallelism.
+
+    ``nodes``: machines that the ranks are on, which accelerate's file has to say.
+    """
     if offload and zero is None and kind == "accelerate":
         raise UsageError(
             say("offload needs a ZeRO stage"),
@@ -110,7 +112,8 @@ def emit_training(
     if kind == "deepspeed":
         config = deepspeed_config(settings, stage=2 if zero is None else zero, offload=offload, precision=precision)
         return json.dumps(config, indent=2)
-    return _yaml(accelerate_config(settings, stage=zero, offload=offload, precision=precision), settings)
+    config = accelerate_config(settings, stage=zero, offload=offload, precision=precision, nodes=nodes)
+    return _yaml(config, settings)
 
 
 def deepspeed_config(
@@ -140,14 +143,16 @@ def deepspeed_config(
 
 
 def accelerate_config(
-    settings: Settings, *, stage: int | None = None, offload: bool = False, precision: Precision = "bf16"
-) -> dict[str, Any]:
+    settings: Settings, *, stage: int | None = None, offload: bool = False, precision: Precision = "bf16",
+    nodes: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """The config for ``accelerate launch --config_file``."""
     _check(2 if stage is None else stage, precision)
+    _check_even(settings.ranks, nodes)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED" if stage is not None else "MULTI_GPU" if settings.ranks > 1 else "NO",
-        "num_machines": 1,
+        "num_machines": nodes,
         "num_processes": settings.ranks,
         "machine_rank": 0,
         "main_training_function": "main",
@@ -164,6 +169,8 @@ def accelerate_config(
             "zero3_init_flag": stage == 3,
             "zero3_save_16bit_model": stage == 3,
         }
+        if nodes > 1:  # started on every machine, as without DeepSpeed; accelerate's default is pdsh
+            config["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
     return config
 
 
@@ -179,14 +186,14 @@ def _check(stage: int, precision: str) -> None:
 
 def _yaml(config: dict[str, Any], settings: Settings) -> str:
     """Two levels of strings, numbers and booleans: no YAML library is needed."""
+    where = " --machine_rank N --main_process_ip ADDRESS --main_process_port PORT" if config["num_machines"] > 1 else ""
     head = [
-        "# accelerate launch --config_file THIS_FILE train.py",
+        f"# accelerate launch --config_file THIS_FILE{where} train.py",
         say(
             "# batch_size={batch} in each DataLoader, Accelerator(gradient_accumulation_steps={steps}): "
             "{batch} × {steps} × {ranks} = {samples} per optimizer step",
             batch=settings.batch_size, steps=settings.accumulation,
-            ranks=counted(settings.ranks, phrase("{count} rank"), phrase("{count} ranks")),
-            samples=counted(settings.effective_batch, phrase("{count} sample"), phrase("{count} samples")),
+            ranks=counted(settings.ranks, *RANKS), samples=counted(settings.effective_batch, *SAMPLES),
         ),
         *(f"# export {name}={value}" for name, value in settings.environment().items()),
     ]  # fmt: skip

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -521,12 +522,7 @@ def _records(journal: int) -> Iterator[tuple[int, int]]:
 
 def _again(problem: BaseException) -> BaseException:
     """The same error for another thread: one exception object must not be raised by several."""
-    if isinstance(problem, LegroomError):
-        copy = type(problem)(problem.what, why=problem.why, fix=problem.fix)
-        if isinstance(copy, RemoteError) and isinstance(problem, RemoteError):
-            copy.status = problem.status
-        return copy
-    return problem
+    return copy(problem) if isinstance(problem, LegroomError) else problem
 
 
 def first_problem(downloads: Iterable[Download]) -> BaseException | None:

@@ -115,7 +115,7 @@ def as_object(
         "shm": dataclasses.asdict(machine.shm),
         "holders": [_holder_object(process) for process in _holders(machine)],
         "gpu_copies": [dataclasses.asdict(copy) for copy in gpu_copies],
-        "settings": [row.as_object() for row in settings],
+        "settings": [dataclasses.asdict(row) for row in settings],
         "findings": [dataclasses.asdict(finding) for finding in said],
     }
     if jobs:

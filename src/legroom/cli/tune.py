@@ -164,7 +164,7 @@ def command(
 
     require_options(_NEEDS)
     if params is not None:
-        Shape(params, ranks)  # an error before anything is measured
+        Shape(params, ranks, legroom_tune.nodes_of(ranks))  # an error before anything is measured
     if last:
         refuse_beside("last", _MEASURING if params is not None else _MEASURING | {"ranks"})
         found = last_named(spec)
@@ -189,7 +189,7 @@ def command(
             by_hand=_pairs(by_hand, ranks),
             timeout=timeout,
         )
-    rows = () if params is None else zero_rows(Shape(params, ranks))
+    rows = () if params is None else zero_rows(Shape(params, ranks, legroom_tune.nodes_of(ranks)))
     show(
         found,
         emit=emit,
@@ -198,6 +198,7 @@ def command(
         precision=precision,
         rows=rows,
         ram=ram_pool(memory(Host())),
+        nodes=legroom_tune.nodes_of(found.ranks),
         as_json=as_json,
     )
     return 1 if found.plan is not None and found.plan.verdict == "too-big" else 0
@@ -354,11 +355,12 @@ def show(
     precision: Precision,
     rows: tuple[ZeroRow, ...],
     ram: Pool,
+    nodes: int,
     as_json: bool,
 ) -> None:
     """Print the settings or the launcher's file, and the ZeRO table."""
     taken = _taken(settings, typed())
-    text = emit and emit_training(emit, settings, zero=zero, offload=offload, precision=precision)
+    text = emit and emit_training(emit, settings, zero=zero, offload=offload, precision=precision, nodes=nodes)
     if as_json:
         report = {**_as_object(settings), "from_loader": taken}
         if emit:

@@ -65,7 +65,7 @@ def _doctor() -> dict[str, Any]:
     return {
         "place": dataclasses.asdict(machine.runtime),
         "pools": [dataclasses.asdict(pool) for pool in machine.pools],
-        "settings": [row.as_object() for row in safe_settings(machine)],
+        "settings": [dataclasses.asdict(row) for row in safe_settings(machine)],
         "findings": [dataclasses.asdict(finding) for finding in findings(machine)],
     }
 

@@ -256,15 +256,10 @@ def _machine_for_run(host: Host, *, leaving: bool) -> Machine:
     """The machine as the training run will find it: without this process, if that exits before."""
     machine = snapshot(host)
     own = private_bytes() if leaving else None
-    if not own:
+    ram = machine.pool("ram")
+    if not own or ram is None or ram.free is None:
         return machine
-    pools = tuple(
-        replace(pool, free=min(pool.free + own, pool.size or pool.free))
-        if pool.name == "ram" and pool.free is not None
-        else pool
-        for pool in machine.pools
-    )
-    return replace(machine, pools=pools)
+    return machine.with_free({"ram": min(ram.free + own, ram.size or ram.free)})
 
 
 def _one_batch_fits(batch: Batch, machine: Machine) -> bool:

@@ -16,6 +16,7 @@ Unknown is not zero: a number that could not be read is None, with the reason be
 figure.
 """
 
+# ruff: noqa: F403, F405
 from __future__ import annotations
 
 import pkgutil
@@ -23,152 +24,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from legroom.records.cache_entry import (
-        Entry,
-        EntryArray,
-        EntryTable,
-        EntryUser,
-        Reaped,
-        Shortfall,
-        StoreRoom,
-        Verification,
-    )
-    from legroom.records.finding_and_alarm import Alarm, AlarmLevel, Finding, Severity
-    from legroom.records.loader_settings_and_flags import (
-        CompleteLoaderSettings,
-        LoaderKind,
-        LoaderSettings,
-        SafeSettings,
-    )
-    from legroom.records.machine import (
-        Available,
-        CgroupLevel,
-        Cpu,
-        Disk,
-        Gpu,
-        GpuProcess,
-        Gpus,
-        Leftover,
-        Limits,
-        Machine,
-        Memory,
-        MemoryEvents,
-        Pool,
-        Pressure,
-        Process,
-        RuntimeEnvironment,
-        RuntimeKind,
-        Shm,
-        Swap,
-        Temporary,
-    )
-    from legroom.records.settings_and_overrides import Lever, Settings
-    from legroom.records.watch_sample import (
-        AlarmSpan,
-        Annotations,
-        EntryRow,
-        GpuCopyRow,
-        GroupRow,
-        GrowthRow,
-        Mark,
-        Moment,
-        PoolPoint,
-        ProcessRow,
-        ProcessSteps,
-        Sample,
-        TrainerRow,
-    )
-    from legroom.records.workload import (
-        CopiedAttribute,
-        Fit,
-        Job,
-        LoaderTrial,
-        Measured,
-        Need,
-        Plan,
-        PlannedLoader,
-        PlanRow,
-        Problem,
-        Sharing,
-        ShmSizes,
-        Term,
-        Transport,
-        Workload,
-    )
-
-__all__ = [
-    "Alarm",
-    "AlarmLevel",
-    "AlarmSpan",
-    "Annotations",
-    "Available",
-    "CgroupLevel",
-    "CompleteLoaderSettings",
-    "CopiedAttribute",
-    "Cpu",
-    "Disk",
-    "Entry",
-    "EntryArray",
-    "EntryRow",
-    "EntryTable",
-    "EntryUser",
-    "Finding",
-    "Fit",
-    "Gpu",
-    "GpuCopyRow",
-    "GpuProcess",
-    "Gpus",
-    "GroupRow",
-    "GrowthRow",
-    "Job",
-    "Leftover",
-    "Lever",
-    "Limits",
-    "LoaderKind",
-    "LoaderSettings",
-    "LoaderTrial",
-    "Machine",
-    "Mark",
-    "Measured",
-    "Memory",
-    "MemoryEvents",
-    "Moment",
-    "Need",
-    "Plan",
-    "PlanRow",
-    "PlannedLoader",
-    "Pool",
-    "PoolPoint",
-    "Pressure",
-    "Problem",
-    "Process",
-    "ProcessRow",
-    "ProcessSteps",
-    "Reaped",
-    "RuntimeEnvironment",
-    "RuntimeKind",
-    "SafeSettings",
-    "Sample",
-    "Settings",
-    "Severity",
-    "Sharing",
-    "Shm",
-    "ShmSizes",
-    "Shortfall",
-    "StoreRoom",
-    "Swap",
-    "Temporary",
-    "Term",
-    "TrainerRow",
-    "Transport",
-    "Verification",
-    "Workload",
-]
+    from legroom.records.cache_entry import *
+    from legroom.records.failure import *
+    from legroom.records.finding_and_alarm import *
+    from legroom.records.gpu_results import *
+    from legroom.records.loader_settings_and_flags import *
+    from legroom.records.machine import *
+    from legroom.records.memory_growth import *
+    from legroom.records.node_results import *
+    from legroom.records.settings_and_overrides import *
+    from legroom.records.watch_sample import *
+    from legroom.records.workload import *
 
 
 def __getattr__(name: str) -> object:
     # For users. Legroom itself imports from the modules: making the classes of all takes 40 ms.
-    if name in __all__:
+    if name[:1].isupper():
         for module in pkgutil.iter_modules(__path__, f"{__name__}."):
             if hasattr(found := import_module(module.name), name):
                 globals()[name] = getattr(found, name)

@@ -67,26 +67,18 @@ class CompleteLoaderSettings(LoaderSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class SafeSettings(LoaderSettings):
+class SafeSettings:
     """DataLoader settings that fit in the machine's free memory now, up to a batch size in bytes."""
 
     num_workers: int = 0
+    prefetch_factor: int | None = None
     pin_memory: bool = False
     persistent_workers: bool = False
-    max_batch_bytes: int | None = None  # None: no limit
+    max_batch_bytes: int | None = None  # None: no limit, or unknown
+    known: bool = True  # False: free memory is unknown, and max_batch_bytes with it
     bound_by: str = "none"  # the memory pool that limits it
     why: str = ""
     pin_why: str = ""
-
-    def as_object(self) -> dict[str, Any]:
-        """The settings for JSON: only those that are chosen here."""
-        return {name: getattr(self, name) for name in _SAFE}
-
-
-_SAFE = (
-    "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "max_batch_bytes", "bound_by", "why",
-    "pin_why",
-)  # fmt: skip
 
 
 _COUNTS = {"batch_size": 1, "accumulation": 1, "ranks": 1, "num_workers": 0, "prefetch_factor": 1, "threads": 1}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from legroom.messages import say
@@ -287,6 +288,18 @@ class Machine:
     def pool(self, name: str) -> Pool | None:
         """The pool of that name, or None if the machine does not have it."""
         return next((pool for pool in self.pools if pool.name == name), None)
+
+    def with_free(self, free: Mapping[str, int]) -> Machine:
+        """The machine with other free bytes in these pools."""
+        pools = (replace(pool, free=free[pool.name]) if pool.name in free else pool for pool in self.pools)
+        return replace(self, pools=tuple(pools))
+
+    @property
+    def ram_limit(self) -> int | None:
+        """The RAM limit of a cgroup; None where it is not below the machine's RAM: there is no limit to raise."""
+        ram, total = self.pool("ram"), self.memory.total
+        limited = ram is not None and ram.size is not None and (total is None or ram.size < total)
+        return ram.size if ram is not None and limited else None
 
 
 def scope_name(scope: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from legroom.errors import UsageError
-from legroom.messages import counted, phrase, say
+from legroom.messages import RANKS, counted, say
 from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings, read_settings
 from legroom.records.workload import Measured, Plan
 
@@ -39,7 +39,7 @@ def completed(now: Mapping[str, Any], by_hand: Mapping[str, Any]) -> dict[str, A
             why=say(
                 "{batch} × {times} × {ranks} = {new}, but {old} was requested",
                 batch=batch, times=times, new=new, old=old,
-                ranks=counted(now["ranks"], phrase("{count} rank"), phrase("{count} ranks")),
+                ranks=counted(now["ranks"], *RANKS),
             ),
             fix=(say("request an effective batch of {new} if you want that", new=new),),
         )  # fmt: skip

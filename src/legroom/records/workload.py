@@ -126,11 +126,6 @@ class LoaderTrial:
 
 
 Fit = Literal["fits", "too-big", "unknown"]
-Sharing = Literal["file_descriptor", "file_system"]
-
-
-def _none_stated() -> str:
-    return say("none given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +134,6 @@ class PlannedLoader(CompleteLoaderSettings):
 
     tensors: tuple[int, ...] = ()  # bytes of each tensor of one batch, as collate returns them
     batches: int | None = None  # per epoch; None: enough to fill every queue
-    sharing: Sharing = "file_descriptor"
-    worker_growth: int = 0  # growth of each worker: copy-on-write of Python objects, its own buffers
     source: str = field(default_factory=lambda: say("given by you"))  # source of the batch size
     making: int | None = None  # private bytes while a batch is assembled; None: as many as the batch
     slots: int | None = None  # batches in the arena of legroom.DataLoader; None: as many as it wants
@@ -163,16 +156,15 @@ class Workload:
     processes: int = 1  # GPUs × jobs per GPU × ranks
     loaders: tuple[PlannedLoader, ...] = ()
     process_shm: int = 0  # /dev/shm of each process besides its DataLoaders
-    process_shm_source: str = field(default_factory=_none_stated)
+    process_shm_source: str = ""
     process_ram: int = 0  # interpreter, libraries, model and optimizer on the host: private bytes of each
-    process_ram_source: str = field(default_factory=_none_stated)
+    process_ram_source: str = ""
     host_model: int = 0  # weights, gradients and optimizer state that each process keeps in host memory
-    host_model_source: str = field(default_factory=_none_stated)
-    worker_ram: int = 0  # private bytes of an idle worker, before worker_growth
+    host_model_source: str = ""
+    worker_ram: int = 0  # private bytes of an idle worker
     worker_ram_source: str = ""  # where it was measured; may be empty
     entries_shm: int = 0  # shared datasets in memory: one copy for all processes
     entries_shm_source: str = ""  # empty: from the description of their files
-    entries_disk: int = 0
     nccl: int = 0  # NCCL segments of one process
     mapped: int = 0  # bytes of data mapped by each process, for its page tables
     gpu: int | None = None  # of one process, if known

@@ -94,7 +94,7 @@ def machine_object(machine: Machine) -> dict[str, Any]:
         for user in card["processes"] or ():
             user["command"] = None if user["command"] is None else shape_of(user["command"])
     said = [dataclasses.asdict(finding) for finding in findings(machine)]
-    rows = [row.as_object() for row in safe_settings(machine)]
+    rows = [dataclasses.asdict(row) for row in safe_settings(machine)]
     return {"schema": "legroom.report.box/1", **whole, "findings": said, "settings": rows}
 
 

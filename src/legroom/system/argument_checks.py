@@ -34,10 +34,7 @@ def check_integer(name: str, value: object, least: int) -> int:
             fix=(say("pass {name}={least} or more", name=name, least=least),),
         )
     if number >= _MOST:
-        raise UsageError(
-            say("{name} must be less than 2**64 (got {value!r})", name=name, value=value),
-            fix=(say("pass {name}={least} or more", name=name, least=least),),
-        )
+        raise UsageError(say("{name} must be less than 2**64 (got {value!r})", name=name, value=value))
     return number
 
 
@@ -46,7 +43,7 @@ def check_seconds(name: str, value: float) -> float:
     if not (_is_number(value) and 0 <= value < inf):
         raise UsageError(
             say("{name} must be a number of seconds >= 0 (got {value!r})", name=name, value=value),
-            fix=(f"{name}=0.018",),
+            fix=(say("pass {name}={least} or more", name=name, least=0),),
         )
     return value
 

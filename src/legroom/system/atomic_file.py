@@ -41,7 +41,9 @@ def create_file(path: str | os.PathLike[str], data: bytes | str, *, mode: int = 
 def _written(path: Path, data: bytes | str, mode: int, *, sync: bool = False) -> Iterator[str]:
     """The name of a temporary file in the same folder that holds the data; removed if it is still there at the end."""
     # os.open, since the files of tempfile are private whatever the umask.
-    part = str(path.parent / f"{path.name[:200]}.{os.urandom(6).hex()}.part")
+    # A name has 255 bytes at most, in UTF-8 three for each Chinese character.
+    name = os.fsencode(path.name)[:200].decode(errors="ignore")
+    part = str(path.parent / f"{name}.{os.urandom(6).hex()}.part")
     opened = os.open(part, _NEW, mode)
     try:
         # Closing may fail, too: on a full disk it writes what is left in the buffer.

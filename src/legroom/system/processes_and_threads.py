@@ -69,7 +69,8 @@ def handling_signals(numbers: Iterable[int], handler: Callable[[int, Any], None]
         yield
     finally:
         for number, previous in before.items():
-            signal.signal(number, previous)
+            if previous is not None:  # a handler that C code had installed: Python cannot restore it
+                signal.signal(number, previous)
 
 
 def die_with_parent(number: int) -> None:

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB, healthy
 
-from legroom.advice.config_snippets_for_shm_size import KINDS, emit
+from legroom.advice.config_snippets_for_shm_size import emit
 from legroom.advice.memory_need import need
 from legroom.advice.plan_jobs_per_gpu import plan_for
-from legroom.errors import UsageError
 from legroom.records.workload import PlannedLoader, Workload
 from legroom.units import parse_size
 
@@ -96,12 +95,6 @@ def test_every_size_survives(size: int) -> None:
     quantity = str(pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])
     assert parse_size(quantity + "B" if quantity.endswith("i") else quantity) == size
     assert parse_size(emit("fstab", size).split("size=")[1].split()[0]) == size
-
-
-def test_no_such_kind() -> None:
-    assert set(KINDS) == {"docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab"}
-    with pytest.raises(UsageError, match="nomad"):
-        emit("nomad", GB)
 
 
 def test_the_daemonset_counts_the_pages_it_writes() -> None:

@@ -126,7 +126,7 @@ def test_wsl_gets_more_ram_from_windows() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"])
-@pytest.mark.parametrize("pool", ["shm", "ram", "fds", "disk", "gpu0", "pinned"])
+@pytest.mark.parametrize("pool", ["shm", "ram", "fds", "disk", "gpu0"])
 @pytest.mark.parametrize("rights", [True, False])
 def test_every_runtime_and_pool_has_a_fix_that_can_be_checked(kind: str, pool: str, rights: bool) -> None:
     machine = replace(healthy(), runtime=_at(kind, root=rights, may_mount=rights, sudo=rights))
@@ -164,3 +164,17 @@ def test_sudo_in_a_container_does_not_remount() -> None:
 def test_descriptors_of_a_pod_are_the_runtimes() -> None:
     text = _text(fix_commands.raise_nofile(_at("kubernetes"), 1024, 4096))
     assert "container runtime" in text and "limits.conf" not in text
+
+
+def test_a_pod_with_too_large_a_shm_is_not_given_more_memory() -> None:
+    steps = fix_commands.bound_shm(_at("kubernetes"), 8 * GB, own=True, shared=False)
+    assert "sizeLimit: 8Gi" in steps[0] and steps[-1].startswith("check:")
+    assert "raise that limit" not in _text(steps)
+    assert "raise that limit" in _text(fix_commands.enlarge_shm(_at("kubernetes"), 8 * GB))
+
+
+def test_where_ram_is_short_the_rights_are_not_the_reason() -> None:
+    steps = relieve(healthy(), "shm", 100 * GB)  # of 64 GB of RAM
+    assert steps[0].startswith("num_workers=0") and "without root" not in _text(steps)
+    text = _text(fix_commands.enlarge_shm(_at("bare", root=False, may_mount=False, sudo=False), 8 * GB))
+    assert text.startswith("without root: num_workers=0")

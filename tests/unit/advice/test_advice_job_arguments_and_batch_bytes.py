@@ -32,7 +32,6 @@ from legroom.errors import UnsupportedData, UsageError
         {"val_batch": 0},
         {"optimizer": "magic"},
         {"dtype": "float12"},
-        {"loader_kind": "theirs"},
         {"num_workers": True},
         {"num_workers": 1.5},
     ],

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB
 
-from legroom.advice.memory_need import Each, batch_pages, flights, least, loader_semaphores, need, pinned_size, spare
+from legroom.advice.memory_need import Each, batch_pages, flights, least, need, pinned_size, semaphores, spare
 from legroom.records.workload import Need, PlannedLoader, Workload
 
 POOLS = ("shm", "ram", "pinned", "fds", "disk", "gpu")
@@ -23,19 +23,19 @@ loaders = st.builds(
     batches=st.none() | st.integers(1, 40),
     pin_memory=st.booleans(),
     loader_kind=st.sampled_from(["torch", "legroom"]),
-    sharing=st.sampled_from(["file_descriptor", "file_system"]),
-    worker_growth=sizes,
 )
 workloads = st.builds(
     Workload,
     processes=st.integers(1, 64),
     loaders=st.lists(loaders, max_size=3).map(tuple),
     process_shm=sizes,
+    process_shm_source=st.just("measured"),
     process_ram=sizes,
+    process_ram_source=st.just("measured"),
     host_model=sizes,
+    host_model_source=st.just("measured"),
     worker_ram=sizes,
     entries_shm=sizes,
-    entries_disk=sizes,
     nccl=sizes,
     mapped=sizes,
     gpu=sizes,
@@ -54,7 +54,7 @@ def test_one_large_tensor() -> None:
     assert (
         flights(replace(loader, persistent_workers=True)) == 10
         and flights(loader) == 11
-        and loader_semaphores(loader) == 40
+        and semaphores(loader.num_workers) == 40
     )
     found = need(Workload(loaders=(loader,)))
     assert found.shm == 11 * (24 * MB + 4096) + 40 * 4096
@@ -74,7 +74,7 @@ def test_without_workers_there_is_no_shared_memory() -> None:
 def test_our_loader_takes_memory_and_not_shm() -> None:
     loader = PlannedLoader(tensors=(24 * MB,), num_workers=4, prefetch_factor=2, loader_kind="legroom")
     found = need(Workload(loaders=(loader,)))
-    assert found.shm == loader_semaphores(loader) * 4096
+    assert found.shm == semaphores(loader.num_workers) * 4096
     slot, samples = 24 * MB + 4096, 4 * 24 * MB
     kept = spare(least(Each(0, 24 * MB, slot), 4))
     assert found.ram == found.shm + (2 * 4 + 4 * 2) * slot + samples + kept
@@ -122,10 +122,10 @@ def test_datasets_are_counted_once_and_page_tables_for_each() -> None:
     assert need(one).shm - need(replace(one, entries_shm=0)).shm == GB
 
 
-def test_descriptors_follow_the_sharing_strategy() -> None:
+def test_torch_takes_a_descriptor_for_each_tensor_in_flight() -> None:
     tensors = PlannedLoader(tensors=(20,) * 50, num_workers=2, prefetch_factor=2)
-    by_file = replace(tensors, sharing="file_system")
-    assert need(Workload(loaders=(tensors,))).fds - need(Workload(loaders=(by_file,))).fds == 6 * 50
+    ours = replace(tensors, loader_kind="legroom")
+    assert need(Workload(loaders=(tensors,))).fds - need(Workload(loaders=(ours,))).fds == 6 * 50
 
 
 def test_a_gpu_that_was_not_given_is_unknown() -> None:
@@ -145,7 +145,7 @@ def test_terms_add_up_and_nothing_is_negative(workload: Workload) -> None:
 
 @given(workloads, st.integers(2, 8))
 def test_it_scales_with_ranks(workload: Workload, ranks: int) -> None:
-    once = Workload(**{**_fields(workload), "entries_shm": 0, "entries_disk": 0})
+    once = Workload(**{**_fields(workload), "entries_shm": 0})
     more = need(replace(once, processes=once.processes * ranks))
     for pool in ("shm", "ram", "pinned", "disk"):
         assert getattr(more, pool) == ranks * getattr(need(once), pool)
@@ -173,7 +173,6 @@ def test_it_grows_with_every_argument_of_a_loader(
                 replace(loader, tensors=(*loader.tensors, 1)),
                 replace(loader, tensors=(loader.tensors[0] + 1, *loader.tensors[1:])),
                 replace(loader, pin_memory=True),
-                replace(loader, worker_growth=loader.worker_growth + 1),
             ]
         )
     )

@@ -52,9 +52,10 @@ def test_ram_limits_where_it_has_less() -> None:
     assert rows[0].bound_by == "ram" and "1 GB free RAM" in rows[0].why
 
 
-def test_unknown_shm_limits_nothing_and_is_reported() -> None:
+def test_an_unknown_shm_is_an_unknown_limit() -> None:
     rows = safe_settings(with_pool(healthy(), "shm", None, None, None, reason="no /dev/shm on this platform"))
     assert rows[0].max_batch_bytes is None and "unknown" in rows[0].why
+    assert [row.known for row in rows] == [False, False, False, True], "without workers there is no limit"
 
 
 def test_pinning_needs_a_gpu_and_ram() -> None:

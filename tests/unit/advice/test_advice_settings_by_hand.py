@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from machines import healthy
+from machines import MB, healthy, with_pool
 from measured_data import dataset
 
 from legroom.advice.choose_settings import TuneRequest, choose, climb
 from legroom.advice.explain_settings import settle
-from legroom.errors import UsageError
+from legroom.advice.memory_need import batch_pages
+from legroom.errors import DatasetFailed, UsageError
 from legroom.records.loader_settings_and_flags import (
     VARIABLE,
     CompleteLoaderSettings,
@@ -29,6 +30,23 @@ def test_an_override_can_be_rolled_back_by_setting() -> None:
     assert (back.num_workers, back.prefetch_factor) == (chosen.num_workers, 2)
     assert back.roll_back().values() == chosen.values() | {"threads": back.threads}
     assert chosen.roll_back("num_workers") == chosen, "nothing to roll back"
+
+
+def test_a_loader_set_by_hand_is_the_one_that_the_settings_fit() -> None:
+    """Batches of torch's workers are in /dev/shm, those of Legroom's are not."""
+    small = with_pool(healthy(), "shm", 16 * MB, 0, 16 * MB)
+    assert settle(dataset(), small, TuneRequest(16)).num_workers > 0
+    asked = settle(dataset(), small, TuneRequest(16, loader_kind="torch"))
+    mine = settle(dataset(), small, TuneRequest(16), {"loader_kind": "torch"})
+    assert mine.loader_kind == "torch" and mine.plan == asked.plan and mine.loader() == asked.loader()
+    assert mine.num_workers == 0 and mine.why["loader_kind"] == "loader_kind torch: set by you"
+
+
+def test_workers_that_restart_every_epoch_by_hand_are_in_the_plan() -> None:
+    request = TuneRequest(16, loader_kind="torch")
+    kept, restarted = (settle(dataset(), healthy(), request, {"persistent_workers": on}) for on in (True, False))
+    assert kept.plan is not None and restarted.plan is not None
+    assert restarted.plan.need.shm - kept.plan.need.shm == batch_pages(dataset().tensors)
 
 
 def test_a_batch_set_by_hand_keeps_the_effective_batch() -> None:
@@ -113,8 +131,7 @@ def _climb(rates: dict[tuple[int, int], float | str]) -> tuple[CompleteLoaderSet
         tried.append((candidate.num_workers, candidate.prefetch_factor))
         return rates[candidate.num_workers, candidate.prefetch_factor]
 
-    asked = TuneRequest(16)
-    return climb(dataset(), healthy(), asked, choose(dataset(), healthy(), asked), run).settings, tried
+    return climb(choose(dataset(), healthy(), TuneRequest(16)), run).settings, tried
 
 
 def test_climbing_stops_where_it_no_longer_pays() -> None:
@@ -128,3 +145,9 @@ def test_climbing_stops_where_it_no_longer_pays() -> None:
 def test_climbing_keeps_the_last_good_settings_when_one_fails() -> None:
     candidate, tried = _climb({(0, 1): 100.0, (1, 1): 180.0, (2, 1): "killed"})
     assert (candidate.num_workers, candidate.prefetch_factor) == (1, 1) and tried[-1] == (2, 1)
+
+
+def test_climbing_that_fails_at_once_finds_no_settings() -> None:
+    with pytest.raises(DatasetFailed, match="without workers") as caught:
+        _climb({(0, 1): "ValueError: no such image"})
+    assert caught.value.why == "ValueError: no such image"

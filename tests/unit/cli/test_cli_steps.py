@@ -63,8 +63,7 @@ def _every_fix() -> Iterator[tuple[str, ...]]:
     yield fix_commands.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
     yield fix_commands.stop_spilling()
     yield fix_commands.shorten_temporary("TMPDIR", 107)
-    yield fix_commands.unpin()
-    for pool in ("shm", "ram", "fds", "disk", "pinned", "gpu0"):
+    for pool in ("shm", "ram", "fds", "disk", "gpu0"):
         yield relieve(machine, pool, 40 * GB)
     for runtime in _places():
         yield fix_commands.enlarge_shm(runtime, 8 * GB)

@@ -33,6 +33,23 @@ def test_accelerates_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load(capsys.readouterr().out)["distributed_type"] == "MULTI_GPU"
 
 
+def test_ranks_on_several_machines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCAL_WORLD_SIZE tells how many of the ranks are on this one."""
+    sixteen = ("tune", "--dataset", "data:set", "--batch", "32", "--ranks", "16")
+    monkeypatch.setattr(tuning_named, "tune_named", lambda *_, **__: Settings(32, 2, 16))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert run([*sixteen, "--emit", "accelerate", "--zero", "2", "--params", "1000", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    config = yaml.safe_load(report["emit"]["text"])
+    assert (config["num_machines"], config["num_processes"]) == (2, 16)
+    assert config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    assert "--machine_rank N --main_process_ip ADDRESS" in report["emit"]["text"]
+    assert report["zero"][1]["host"] == 48_000, "4 bytes × 8 ranks × 1.5 for each parameter"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    for more in (("--params", "1000"), ("--emit", "accelerate")):
+        assert run([*sixteen, *more]) == 2 and "16 ranks cannot be split evenly over 3" in capsys.readouterr().err
+
+
 def test_json_holds_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BASE, "--emit", "deepspeed", "--params", "1000", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

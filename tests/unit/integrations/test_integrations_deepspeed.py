@@ -61,8 +61,8 @@ def test_one_rank_needs_no_launcher_of_several() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("slurm", {}), ("accelerate", {"offload": True}), ("deepspeed", {"zero": 1}), ("deepspeed", {"precision": "fp8"})],
-)  # fmt: skip
+    [("accelerate", {"offload": True}), ("deepspeed", {"zero": 1}), ("deepspeed", {"precision": "fp8"})],
+)
 def test_what_cannot_be_written_is_refused(kind: str, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         emit_training(kind, SETTINGS, **options)  # type: ignore[arg-type]

@@ -17,8 +17,9 @@ from machines import GB, MB, healthy, with_pool
 from torch.utils.data import DataLoader
 
 import legroom
-from legroom.errors import UsageError
+from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.dataloader_throughput import time_step
+from legroom.loader.tune import legroom_tune
 from legroom.loader.tune.remembered_settings import key_of, last_settings, remember
 from legroom.records.loader_settings_and_flags import VARIABLE
 from legroom.records.settings_and_overrides import Settings
@@ -156,6 +157,20 @@ def test_climbing_really_runs(caplog: pytest.LogCaptureFixture) -> None:
     settings = tuned(tune_data.Images(), batch_size=2, climb=True, preset="development")
     assert "measured step by step, 0 × 1: " in settings.why["num_workers"] and settings.num_workers <= 1
     assert last_settings(key_of(tune_data.images)) is not None
+
+
+def test_climbing_that_fails_at_once_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legroom_tune, "run_loader_in_child", lambda *_: "killed")
+    with pytest.raises(DatasetFailed, match="without workers"):
+        tuned(climb=True)
+    assert last_settings(key_of(tune_data.images)) is None
+
+
+def test_a_loader_fixed_by_name_is_measured_and_planned() -> None:
+    settings = tuned(tune_data.Waiting(), loader="legroom", loader_kind="torch")
+    assert settings.loader_kind == "torch" and settings.measured is not None and settings.plan is not None
+    assert settings.measured.transport is not None and "torch loader" in settings.measured.transport.source
+    assert settings.num_workers == 0 or settings.plan.need.shm > settings.measured.batch_bytes
 
 
 def test_too_little_memory_warns(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,15 +27,17 @@ def test_what_is_not_an_integer_in_range(value: object) -> None:
 def test_integers_of_any_kind_become_int() -> None:
     assert type(check_integer("seed", np.int64(7), 0)) is int
     assert check_integer("seed", 2**64 - 1, 0) == 2**64 - 1
-    with pytest.raises(UsageError, match="less than"):
+    with pytest.raises(UsageError, match="less than") as caught:
         check_integer("seed", 2**64, 0)
+    assert not caught.value.fix, "'or more' would be the wrong advice"
 
 
 @pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
 def test_seconds(value: float) -> None:
     assert check_seconds("step_seconds", 0.5) == 0.5
-    with pytest.raises(UsageError, match="step_seconds must be a number of seconds"):
-        check_seconds("step_seconds", value)
+    with pytest.raises(UsageError, match="timeout must be a number of seconds") as caught:
+        check_seconds("timeout", value)
+    assert caught.value.fix == ("pass timeout=0 or more",)
 
 
 def test_choices() -> None:

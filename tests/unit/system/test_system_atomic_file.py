@@ -21,6 +21,12 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> Non
     assert path.read_text(encoding="utf-8") == "zwölf" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_name_is_cut_by_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / ("数" * 80)  # 240 bytes, of 255 that a name may have
+    replace_file(path, "one")
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_name_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     replace_file("plain", "one")

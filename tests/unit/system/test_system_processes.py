@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.system.processes_and_threads import ExitStatus, prefer_oom_kill, signal_name
+from legroom.system.processes_and_threads import ExitStatus, handling_signals, prefer_oom_kill, signal_name
 
 
 def test_signal_names() -> None:
@@ -32,6 +32,16 @@ def test_the_status_that_subprocess_gives(code: int, text: str, shell: int, succ
 def test_a_signal_is_recognized_also_behind_a_shell() -> None:
     assert ExitStatus(signal=9).by_signal(9) and ExitStatus(137).by_signal(9)
     assert not ExitStatus(9).by_signal(9) and not ExitStatus(signal=15).by_signal(9)
+
+
+def test_a_handler_of_c_code_cannot_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(number: int, handler: object) -> None:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+
+    monkeypatch.setattr(signal, "signal", install)  # it returns None for such a handler
+    with handling_signals([signal.SIGTERM], lambda *_: None):
+        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -85,8 +85,8 @@ def tune(
     dataset, collate_fn, own = opened.dataset, opened.collate_fn, opened.settings
     if batch_size is not None:
         batch_size = check_integer("batch_size", batch_size, 1)
-    batch_size, loader = chosen_batch_size(batch_size, own), _kind(loader, own)
     fixed = read_settings(overrides).changed(from_environment(os.environ)).given()
+    batch_size, loader = chosen_batch_size(batch_size, own), _kind(fixed.get("loader_kind", loader), own)
     world = rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
     # Checked before measuring, which takes seconds.
     per_rank(batch_size, effective_batch, world)
@@ -130,6 +130,11 @@ def _local(world: int) -> int:
     return min(world, int(text)) if text.isdigit() and int(text) else world
 
 
+def nodes_of(ranks: int) -> int:
+    """Machines that these ranks are on, if the launcher sets LOCAL_WORLD_SIZE; else one."""
+    return -(-ranks // _local(ranks))
+
+
 def _measured(opened: FoundDataset, batch_size: int, kind: LoaderKind, ranks: int, before: Settings | None) -> Measured:
     if before is not None and before.measured is not None and before.measured.batch_size == batch_size:
         return before.measured
@@ -165,11 +170,11 @@ def _check_step(seconds: float | None, step: Callable[[Any], Any] | None) -> Non
 
 def _climbed(opened: FoundDataset, measured: Measured, machine: Machine, request: TuneRequest) -> Climbed:
     return climb(
-        measured, machine, request, choose(measured, machine, request),
+        choose(measured, machine, request),
         lambda settings: run_loader_in_child(
             opened.dataset, opened.collate_fn, settings, request.step.seconds, opened.loader
         ),
-    )  # fmt: skip
+    )
 
 
 def _log_settings(settings: Settings, before: Settings | None) -> None:
@@ -203,6 +208,7 @@ def tune_named(
     The memory that the dataset took in the child counts as memory of the training process.
     """
     wanted = read_settings(by_hand or {}).given()
+    kind = wanted.get("loader_kind", kind)
     if batch_size is None:  # that of the DataLoader; the other numbers are checked now
         per_rank(1, effective_batch, ranks)
     else:
@@ -233,10 +239,10 @@ def tune_named(
                 step_seconds=step_seconds,
             )  # fmt: skip
         except DatasetFailed as problem:
-            return problem.why
+            return problem.why or problem.what
         return float(answer["rate"])
 
-    climbed = climb(measured, machine, request, choose(measured, machine, request), run) if climbing else None
+    climbed = climb(choose(measured, machine, request), run) if climbing else None
     settings = settle(measured, machine, request, wanted, climbed)
     if climbed is not None:
         remember("settings", named_key(spec), settings.roll_back())  # without the overrides: the runs did not use them
