@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -23,6 +23,7 @@ from legroom.monitor.http_server import Handler, parse_address, serve
 from legroom.monitor.timeline import Timeline, thin_points
 from legroom.monitor.watch_log import moment_object
 from legroom.records.watch_sample import Moment, PoolPoint
+from legroom.system.json_records import fields_of
 
 PORT = 9465
 MOST_STREAMS = 256  # clients that receive events
@@ -149,7 +150,8 @@ class EventFeed:
                     [frame.when, frame.used, [list(point) for point in frame.points]]
                     for frame in frames[-_MOST_FRAMES:]
                 ]
-            text = json.dumps(body, separators=(",", ":"))  # ASCII, so that a lone surrogate in a name is harmless
+            # ASCII, so that a lone surrogate in a name is harmless
+            text = json.dumps(body, separators=(",", ":"), default=fields_of)
             self._encoded[kind] = number, f"event: {kind}\ndata: {text}\n\n".encode()
             return self._encoded[kind]
 
@@ -248,8 +250,8 @@ def _event_body(timeline: Timeline) -> dict[str, Any]:
         **moment_object(smaller),
         "began": timeline.began,
         "processes_in_all": len(moment.sample.processes),
-        "marked": [asdict(mark) for mark in list(timeline.marks)[-_MOST_LISTED:]],
-        "spells": [asdict(span) for span in timeline.alarm_spans()[-_MOST_LISTED:]],
+        "marked": list(timeline.marks)[-_MOST_LISTED:],
+        "spells": timeline.alarm_spans()[-_MOST_LISTED:],
     }
 
 
