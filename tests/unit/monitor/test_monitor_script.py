@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from monitor_samples import sample
 
@@ -217,6 +218,40 @@ def test_boards_of_the_dead_are_cleared_away() -> None:
     (place / f"{above_every_pid}.json").write_text("{}")
     AnnotationFile(Host()).close()
     assert list(place.iterdir()) == []
+
+
+def test_a_file_of_another_pid_namespace_is_neither_read_nor_removed() -> None:
+    place = annotation_directory(Host(), create=True)
+    assert place is not None
+    above_every_pid, us = (1 << 22) + 1, os.getpid()
+    data = {"schema": "legroom.said/1", "components": {}, "phase": "of a container", "marks": [], "steps": 1}
+    for name in (above_every_pid, us):
+        (place / f"{name}.json").write_text(json.dumps({**data, "namespace": "pid:[1]"}))
+    (place / f"{above_every_pid}.json.0a.part").write_text("{")  # being written
+    (place / f"{above_every_pid}.json.0b.part").write_text("{")
+    os.utime(place / f"{above_every_pid}.json.0b.part", (1.0, 1.0))
+    assert AnnotationReader(Host()).read(0.0, [us]) == Annotations()
+    AnnotationFile(Host()).close()
+    assert sorted(path.name for path in place.iterdir()) == [
+        f"{above_every_pid}.json",
+        f"{above_every_pid}.json.0a.part",
+    ]
+
+
+def test_long_marks_reach_another_process_cut() -> None:
+    file, collector = AnnotationFile(Host()), AnnotationCollector()
+    for number in range(40):
+        collector.mark(f"{number} " + "\U0001f600" * 5000)
+    file.write(collector.collect())
+    found = AnnotationReader(Host()).read(0.0, [os.getpid()])
+    file.close()
+    assert found.phase == "39 " + "\U0001f600" * 997
+
+
+def test_bytes_may_be_integers_of_numpy() -> None:
+    collector = AnnotationCollector()
+    collector.component(data=np.int64(5))  # type: ignore[arg-type]
+    assert json.dumps(dict(collector.collect().components)) == '{"data": 5}'
 
 
 def test_pace() -> None:
