@@ -6,11 +6,12 @@ within a fixed share of the time. The interval between samples is kept by watch_
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
-from legroom.errors import LegroomError
 from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
 from legroom.probe.copy_on_write import WorkerCopies
@@ -34,13 +35,18 @@ from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.records.machine import Gpus, Memory, Pool, Pressure, Process
 from legroom.records.watch_sample import Annotations, EntryRow, GpuCopyRow, GroupRow, ProcessRow, Sample
 from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.processes_and_threads import start_daemon_thread
 
+Value = TypeVar("Value")
 LONGEST_COMMAND = 160  # characters kept of a command line
 _DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
 _GPU_SHARE = _DISK_SHARE = 0.003
 _ENTRIES_SHARE = 0.001
 _GROUPS_SHARE = 0.002
 _WORTH_READING = 1 / 16  # of RSS: what must have changed for a reading out of turn
+_FIRST_PATIENCE, _PATIENCE = 5.0, 0.5  # seconds for a slow reading to end; else a sample has what was read before
+_LATE = 10.0  # seconds after which that is not shown any more
+_NO_GPUS = Gpus((), None, None, "NVML")
 _ATTEMPTS = 3  # to read the pools while the process whose cgroup they belong to is exiting
 
 
@@ -66,7 +72,6 @@ class Sampler:
         self._clock = clock
         self._start = clock()
         self._annotations = annotations
-        self._read_entries = entries
         self._table = table or ProcessTable(self.host)
         self._pools = PoolReader(self.host)
         self._rows: dict[int, ProcessRow] = {}
@@ -76,14 +81,9 @@ class Sampler:
         self._detailed_rss: dict[int, int] = {}  # RSS at the last detailed reading
         self._by_change = True  # whether the next detailed reading is of the process that changed most
         self._copies = WorkerCopies(self.host)
-        self._entries: tuple[EntryRow, ...] | None = None
-        self._entries_limit = RateLimit(_ENTRIES_SHARE, min_gap=10.0)
-        self._read_groups = groups
-        self._groups: tuple[GroupRow, ...] | None = None
-        self._groups_limit = RateLimit(_GROUPS_SHARE)
-        self._read_gpu_copies = gpu_copies
-        self._gpu_copies: tuple[GpuCopyRow, ...] | None = None
-        self._gpu_copies_limit = RateLimit(_GROUPS_SHARE)
+        self._entries = SlowReading(entries, _ENTRIES_SHARE, min_gap=10.0)
+        self._groups = SlowReading(groups, _GROUPS_SHARE)
+        self._gpu_copies = SlowReading(gpu_copies, _GROUPS_SHARE)
 
     def take(self) -> Sample | None:
         """Take a sample; None once every watched process has ended and no other can match.
@@ -126,9 +126,9 @@ class Sampler:
             pressure=readings.pressure,
             events=events,
             said=self._annotations(clock, pids) if self._annotations else Annotations(),
-            entries=self._cache_entries(clock),
-            groups=self._share_groups(clock),
-            gpu_copies=self._shared_gpu_copies(clock),
+            entries=self._entries.at(clock),
+            groups=self._groups.at(clock),
+            gpu_copies=self._gpu_copies.at(clock),
             gpu_at=readings.gpu_at,
             cost=time.thread_time() - began,
             notes=tuple(notes),
@@ -221,43 +221,12 @@ class Sampler:
                 done.add(pid)
                 yield pid
 
-    def _cache_entries(self, clock: float) -> tuple[EntryRow, ...] | None:
-        if self._read_entries is not None and self._entries_limit.due(clock):
-            began = time.perf_counter()
-            self._entries = self._read_entries()
-            self._entries_limit.spent(clock, time.perf_counter() - began)
-        return self._entries
 
-    def _share_groups(self, clock: float) -> tuple[GroupRow, ...] | None:
-        if self._read_groups is not None and self._groups_limit.due(clock):
-            began = time.perf_counter()
-            try:
-                self._groups = self._read_groups()
-            except (LegroomError, OSError):
-                self._groups = None
-            self._groups_limit.spent(clock, time.perf_counter() - began)
-        return self._groups
-
-    def _shared_gpu_copies(self, clock: float) -> tuple[GpuCopyRow, ...] | None:
-        if self._read_gpu_copies is not None and self._gpu_copies_limit.due(clock):
-            began = time.perf_counter()
-            try:
-                self._gpu_copies = self._read_gpu_copies()
-            except (LegroomError, OSError):
-                self._gpu_copies = None
-            self._gpu_copies_limit.spent(clock, time.perf_counter() - began)
-        return self._gpu_copies
-
-
-def cache_entries() -> tuple[EntryRow, ...] | None:
-    """Every entry of the shared cache; None where it cannot be read."""
+def cache_entries() -> tuple[EntryRow, ...]:
+    """Every entry of the shared cache."""
     with import_lock:
         from legroom.cache.list_and_verify import entries  # imports numpy
 
-    try:
-        found = entries()
-    except (LegroomError, OSError):
-        return None
     return tuple(
         EntryRow(
             entry.key or "",
@@ -266,7 +235,7 @@ def cache_entries() -> tuple[EntryRow, ...] | None:
             entry.bytes,
             entry.in_use,
         )
-        for entry in found
+        for entry in entries()
     )
 
 
@@ -287,6 +256,49 @@ class RateLimit:
         self.due_at = clock + max(self.min_gap, cost / self.share)
 
 
+class SlowReading(Generic[Value]):
+    """A reading that takes a share of the time, in a thread: a driver or a network file system may not answer."""
+
+    def __init__(self, read: Callable[[], Value] | None, share: float, *, min_gap: float = 0.0) -> None:
+        self._read, self._limit = read, RateLimit(share, min_gap)
+        self._thread: threading.Thread | None = None
+        self._begun = 0.0
+        self._value: Value | None = None
+        self.read_at: float | None = None  # when the last reading that has ended began
+
+    def at(self, clock: float) -> Value | None:
+        """What was read last: now, where it is due; None where nothing could be read."""
+        if self._read is not None and not self.reading and self._limit.due(clock):
+            self._begun = clock
+            self._thread = start_daemon_thread(self._work, "legroom-reading")
+            if self._thread is None:
+                self._work()
+            else:
+                self._thread.join(_FIRST_PATIENCE if self.read_at is None else _PATIENCE)
+        return self._value
+
+    @property
+    def reading(self) -> bool:
+        """Whether a reading has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def why_late(self, clock: float) -> str | None:
+        """Why what was read last is too old to be shown; None where it is not."""
+        if not self.reading or clock - self._begun < _LATE:
+            return None
+        return say("no answer for more than {seconds:.0f} s", seconds=_LATE)
+
+    def _work(self) -> None:
+        assert self._read is not None
+        began = time.perf_counter()
+        try:
+            self._value = self._read()
+        except Exception:  # not readable, or an answer of another version of Legroom
+            self._value = None
+        self.read_at = self._begun
+        self._limit.spent(self._begun, time.perf_counter() - began)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolReadings:
     """All pools, read once."""
@@ -297,7 +309,7 @@ class PoolReadings:
     pressure: tuple[Pressure, ...]
     ram: Memory  # with the counters of the cgroup
     gpus: Gpus
-    gpu_at: float
+    gpu_at: float | None
 
 
 @dataclass
@@ -306,34 +318,43 @@ class PoolReader:
 
     host: Host
     _counters: SwapCounters = field(default_factory=lambda: SwapCounters(0.0, None, None))  # none yet: no rates
-    _disk: Pool | None = None
-    _gpus: Gpus | None = None
-    _gpu_at: float = 0.0
     _shm_path: str | None = None
     _scope: str = ""
-    _disk_limit: RateLimit = field(default_factory=lambda: RateLimit(_DISK_SHARE, min_gap=5.0))
-    _gpu_limit: RateLimit = field(default_factory=lambda: RateLimit(_GPU_SHARE))
     _nvml: NvmlSession = field(default_factory=NvmlSession)
+
+    def __post_init__(self) -> None:
+        self._disk = SlowReading(lambda: disk_pool(disks(self.host)), _DISK_SHARE, min_gap=5.0)
+        self._gpus = SlowReading(self._read_gpus, _GPU_SHARE)
 
     def read(self, clock: float, scope: str) -> PoolReadings:
         """Read all pools as process ``scope`` sees them."""
         ram = memory(self.host, scope)
         swapped = swap(self.host, ram, self._counters)
         self._counters = read_swap_counters(self.host)
-        found = self._read_gpus(clock)
+        disk, found = self._disk.at(clock), self._gpus.at(clock) or _NO_GPUS
+        if disk is None:
+            disk = Pool("disk", None, None, None, "statvfs", say("no answer yet"))
+        late, gpus_late = self._disk.why_late(clock), self._gpus.why_late(clock)
         return PoolReadings(
-            pools=(self._read_shm(scope), ram_pool(ram), swap_pool(swapped), self._read_disk(clock), *gpu_pools(found)),
+            pools=(
+                self._read_shm(scope),
+                ram_pool(ram),
+                swap_pool(swapped),
+                disk if late is None else _unknown(disk, late),
+                *(pool if gpus_late is None else _unknown(pool, gpus_late) for pool in gpu_pools(found)),
+            ),
             swap_in=swapped.in_rate,
             swap_out=swapped.out_rate,
             pressure=pressure(self.host, scope),
             ram=ram,
             gpus=found,
-            gpu_at=self._gpu_at,
+            gpu_at=self._gpus.read_at,
         )
 
     def close(self) -> None:
-        """Release the GPU driver."""
-        self._nvml.close()
+        """Release the GPU driver, unless it does not answer."""
+        if not self._gpus.reading:
+            self._nvml.close()
 
     def _read_shm(self, scope: str) -> Pool:
         if self.host.platform != "linux":
@@ -352,22 +373,15 @@ class PoolReader:
                 return path
         return shm_mount(self.host)[0]
 
-    def _read_disk(self, clock: float) -> Pool:
-        if self._disk is None or self._disk_limit.due(clock):
-            began = time.perf_counter()
-            self._disk = disk_pool(disks(self.host))
-            self._disk_limit.spent(clock, time.perf_counter() - began)
-        return self._disk
+    def _read_gpus(self) -> Gpus:
+        found = gpus(self.host)
+        if found.cards and self.host.live:
+            self._nvml.open()
+        return found
 
-    def _read_gpus(self, clock: float) -> Gpus:
-        if self._gpus is None or self._gpu_limit.due(clock):
-            began = time.perf_counter()
-            self._gpus = gpus(self.host)
-            self._gpu_at = clock
-            if self._gpus.cards and self.host.live:
-                self._nvml.open()
-            self._gpu_limit.spent(clock, time.perf_counter() - began)
-        return self._gpus
+
+def _unknown(pool: Pool, why: str) -> Pool:
+    return replace(pool, used=None, free=None, reason=why)
 
 
 def _gpu_bytes_by_pid(found: Gpus) -> dict[int, int]:
