@@ -84,6 +84,7 @@ class Sampler:
         self._entries = SlowReading(entries, _ENTRIES_SHARE, min_gap=10.0)
         self._groups = SlowReading(groups, _GROUPS_SHARE)
         self._gpu_copies = SlowReading(gpu_copies, _GROUPS_SHARE)
+        self._cpu = 0.0  # seconds used by the threads of slow readings
 
     def take(self) -> Sample | None:
         """Take a sample; None once every watched process has ended and no other can match.
@@ -130,13 +131,19 @@ class Sampler:
             groups=self._groups.at(clock),
             gpu_copies=self._gpu_copies.at(clock),
             gpu_at=readings.gpu_at,
-            cost=time.thread_time() - began,
+            cost=time.thread_time() - began + self._cpu_of_threads(),
             notes=tuple(notes),
         )
 
     def close(self) -> None:
         """Release the GPU driver."""
         self._pools.close()
+
+    def _cpu_of_threads(self) -> float:
+        """CPU seconds that slow readings used since the last sample."""
+        before = self._cpu
+        self._cpu = sum(one.cpu for one in (self._entries, self._groups, self._gpu_copies, *self._pools.slow))
+        return self._cpu - before
 
     def _read(self, clock: float) -> tuple[Mapping[int, Process], list[int], PoolReadings | None]:
         """All processes, the pids of the watched ones, and the pools as one of these sees them.
@@ -264,13 +271,14 @@ class SlowReading(Generic[Value]):
         self._thread: threading.Thread | None = None
         self._begun = 0.0
         self._value: Value | None = None
+        self.cpu = 0.0  # seconds that its threads used
         self.read_at: float | None = None  # when the last reading that has ended began
 
     def at(self, clock: float) -> Value | None:
         """What was read last: now, where it is due; None where nothing could be read."""
         if self._read is not None and not self.reading and self._limit.due(clock):
             self._begun = clock
-            self._thread = start_daemon_thread(self._work, "legroom-reading")
+            self._thread = start_daemon_thread(self._in_thread, "legroom-reading")
             if self._thread is None:
                 self._work()
             else:
@@ -287,6 +295,10 @@ class SlowReading(Generic[Value]):
         if not self.reading or clock - self._begun < _LATE:
             return None
         return say("no answer for more than {seconds:.0f} s", seconds=_LATE)
+
+    def _in_thread(self) -> None:
+        self._work()
+        self.cpu += time.thread_time()
 
     def _work(self) -> None:
         assert self._read is not None
@@ -325,6 +337,7 @@ class PoolReader:
     def __post_init__(self) -> None:
         self._disk = SlowReading(lambda: disk_pool(disks(self.host)), _DISK_SHARE, min_gap=5.0)
         self._gpus = SlowReading(self._read_gpus, _GPU_SHARE)
+        self.slow = self._disk, self._gpus
 
     def read(self, clock: float, scope: str) -> PoolReadings:
         """Read all pools as process ``scope`` sees them."""
