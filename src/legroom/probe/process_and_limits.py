@@ -179,11 +179,8 @@ def parse_limits(text: str) -> dict[str, int]:
 
 def tree(processes: Sequence[Process], pid: int) -> list[Process]:
     """That process and all its descendants, parents before children."""
-    children: dict[int, list[Process]] = {}
-    for process in processes:
-        children.setdefault(process.parent, []).append(process)
-    found = [process for process in processes if process.pid == pid]
-    if not found:
+    by_pid = {process.pid: process for process in processes}
+    if pid not in by_pid:
         raise NoSuchProcess(
             say("there is no process {pid}", pid=pid),
             why=say("{count} processes are visible here, none with that pid", count=len(processes)),
@@ -192,16 +189,41 @@ def tree(processes: Sequence[Process], pid: int) -> list[Process]:
                 say("inside a container, use the container's own pids"),
             ),
         )
-    seen = {pid}
-    for process in found:  # grows during the loop
-        for child in children.get(process.pid, ()):
-            if child.pid not in seen:  # reused pids could form a cycle
-                seen.add(child.pid)
-                found.append(child)
+    return [by_pid[one] for one in descendants(processes, (pid,))]
+
+
+def descendants(processes: Iterable[Process], roots: Iterable[int]) -> list[int]:
+    """These pids and those of all their descendants, parents before children."""
+    children: dict[int, list[int]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process.pid)
+    found = list(dict.fromkeys(roots))
+    seen = set(found)
+    for pid in found:  # grows during the loop
+        new = [child for child in children.get(pid, ()) if child not in seen]  # reused pids could form a cycle
+        seen.update(new)
+        found += new
     return found
 
 
 def matching(processes: Sequence[Process], pattern: str, us: int | None = None) -> list[Process]:
+    """The processes that `find_matching` finds; NothingMatches for none."""
+    found = find_matching(processes, pattern, us)
+    if not found:
+        ours = _ancestry(processes, os.getpid() if us is None else us)
+        raise NothingMatches(
+            say("no process's command line matches {pattern!r}", pattern=pattern),
+            why=say(
+                "{count} processes were checked; this one and its {above} ancestors are left out",
+                count=len(processes),
+                above=max(0, len(ours) - 1),
+            ),
+            fix=(say("list the command lines:\nps -e -o pid,args"), say("pass the pid instead")),
+        )
+    return found
+
+
+def find_matching(processes: Sequence[Process], pattern: str, us: int | None = None) -> list[Process]:
     """The processes whose command line matches, without this process and its ancestors.
 
     ``us`` is this process's pid in that host's /proc, which may number processes differently.
@@ -215,18 +237,7 @@ def matching(processes: Sequence[Process], pattern: str, us: int | None = None) 
             fix=(say("escape . * + ? ( ) [ ] with a backslash to match them literally"),),
         ) from problem
     ours = _ancestry(processes, os.getpid() if us is None else us)
-    found = [p for p in processes if p.pid not in ours and expression.search(p.command)]
-    if not found:
-        raise NothingMatches(
-            say("no process's command line matches {pattern!r}", pattern=pattern),
-            why=say(
-                "{count} processes were checked; this one and its {above} ancestors are left out",
-                count=len(processes),
-                above=max(0, len(ours) - 1),
-            ),
-            fix=(say("list the command lines:\nps -e -o pid,args"), say("pass the pid instead")),
-        )
-    return found
+    return [p for p in processes if p.pid not in ours and expression.search(p.command)]
 
 
 def our_pid(host: Host) -> int | None:

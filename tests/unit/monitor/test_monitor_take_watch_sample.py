@@ -259,6 +259,16 @@ def test_mine_is_by_user(machine: FakeMachine) -> None:
         user_processes(machine.host)
 
 
+def test_this_process_is_left_out_by_its_pid_in_the_proc_that_is_read(machine: FakeMachine) -> None:
+    there = _everybody((1, 0), (20, 1), (4711, 1), (os.getpid(), 20))
+    host, proc = machine.host, machine.root / "proc"
+    (proc / "self").rename(proc / "4711")
+    (proc / "self").symlink_to("4711")  # in a container, with the /proc of the machine under --root
+    for targets in (process_tree(20, there, host), matching_processes(host, "python 20", there)):
+        assert targets.choose(there) == sorted({20, os.getpid()})
+    assert {os.getpid(), 4711} - set(user_processes(host).choose(there)) == {4711}
+
+
 def test_rings_of_reused_numbers_do_not_hang() -> None:
     there = _everybody((20, 21), (21, 20))
     assert ProcessSelection("x", lambda _: (20,)).choose(there) == [20, 21]
