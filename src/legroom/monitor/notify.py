@@ -83,7 +83,9 @@ class Notifier:
 def command_sender(command: str) -> Send:
     """Run a shell command for each alarm."""
     if not command.strip():
-        raise UsageError(say("--on-alarm is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),))
+        raise UsageError(
+            say("the command for alarms is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),)
+        )
 
     def send(alarm: Alarm, state: State) -> None:
         environment = {

@@ -26,7 +26,7 @@ SCHEMA = "legroom.watch/1"
 _LONGEST_LINE = 32 << 20  # bytes; a thousand processes take 300 kB
 REPEATED = ("entries", "groups", "gpu_copies")  # left out of a line where they are as in an earlier one
 _WRITTEN_AGAIN = 60  # lines after which they are written all the same: the beginning of a log may be removed
-_KEPT = 64  # of these lists while a log is read: several watches may write into one
+_KEPT = 64  # of these lists while a log is read: another watch may have written between the lines of one
 
 
 class WatchLog:

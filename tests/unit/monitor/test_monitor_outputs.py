@@ -414,6 +414,14 @@ def test_lines_show_samples_alarms_marks_and_a_summary() -> None:
     assert "swap" not in told[1]  # a machine without swap has nothing to say about it
 
 
+def test_a_note_is_written_once_also_when_it_comes_later() -> None:
+    told: list[str] = []
+    lines = TextOutput(told.append, History())
+    for moment in moments(sample(float(n), notes=() if n < 3 else ("a note",)) for n in range(6)):
+        lines.show(moment)
+    assert [n for n, line in enumerate(told) if line == "note: a note"] == [4]  # after the head and three samples
+
+
 def test_lines_list_the_five_largest_every_ten_seconds_and_at_an_alarm() -> None:
     told: list[str] = []
     lines = TextOutput(told.append, History(), lambda: 60)

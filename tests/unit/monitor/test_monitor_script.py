@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from monitor_samples import sample
 
 import legroom
-from legroom.errors import BadDuration, UsageError
+from legroom.errors import BadDuration, CannotListen, UsageError
 from legroom.monitor.script_marks_and_steps import (
     AnnotationCollector,
     AnnotationFile,
@@ -104,6 +105,10 @@ def test_what_breaks_in_the_watch_never_reaches_the_training_run() -> None:
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least"):
         legroom.watch(interval=0.01)
+    with pytest.raises(CannotListen, match="invalid address"):
+        legroom.watch(prometheus="host:port")
+    with pytest.raises(UsageError, match="the command for alarms is empty"):
+        legroom.watch(on_alarm="")
     with pytest.raises(BadDuration):
         legroom.watch(interval="soon")
     with pytest.raises(UsageError), legroom.watch(log=tmp_path / "no" / "where"):
@@ -122,6 +127,18 @@ def test_alarms_reach_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
         _until(lambda: got)
         assert got[0].code == "shm-nearly-full" and w.alarms
     assert len([alarm for alarm in got if alarm.code == "shm-nearly-full"]) == 1
+
+
+def test_a_port_in_use_does_not_reach_the_training_run(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with socket.socket() as taken:  # by the watch of another rank
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = pytest.warns(RuntimeWarning, match=rf"no metrics are served: cannot listen on 127.0.0.1:{port} \(")
+        with told, legroom.watch(log=log, interval=0.1, prometheus=port) as w:
+            _until(lambda: w.latest)
+    assert list(read_samples(log, lambda text: None))
 
 
 def test_a_forked_child_leaves_the_watch_alone(tmp_path: Path) -> None:

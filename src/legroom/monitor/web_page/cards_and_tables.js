@@ -209,5 +209,6 @@ export function processes(now, sorting, open) {
 
 export function cost(now) {
   byId("cost").textContent = `a sample every ${now.interval} s` +
-    (now.cost === null ? "" : `, ${(now.cost * 1000).toFixed(1)} ms of CPU each`) + "; units are powers of 1024";
+    (now.cost === null ? "" : `, ${(now.cost * 1000).toFixed(1)} ms of CPU each`) + "; units are powers of 1024" +
+    now.notes.map((note) => `; note: ${note}`).join("");
 }
