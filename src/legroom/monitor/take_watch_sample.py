@@ -16,7 +16,7 @@ from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
-from legroom.probe.gpu_devices import gpu_pools, gpus
+from legroom.probe.gpu_devices import bytes_by_process, gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
@@ -104,7 +104,7 @@ class Sampler:
             assert last is not None
             readings = replace(last, swap_in=None, swap_out=None, pressure=())
         events = events_of(self.host, last.ram) if scope_ended and last is not None else readings.ram.events
-        gpu_bytes = _gpu_bytes_by_pid(readings.gpus)
+        gpu_bytes = bytes_by_process(readings.gpus)
         rows = {pid: self._row(processes[pid], gpu_bytes.get(pid), clock) for pid in pids}
         self._rows = {pid: row for pid, row in rows.items() if row is not None}
         self._first_taken = True
@@ -395,12 +395,3 @@ class PoolReader:
 
 def _unknown(pool: Pool, why: str) -> Pool:
     return replace(pool, used=None, free=None, reason=why)
-
-
-def _gpu_bytes_by_pid(found: Gpus) -> dict[int, int]:
-    held: dict[int, int] = {}
-    for gpu in found.cards:
-        for user in gpu.processes or ():
-            if user.used is not None and user.command is not None:
-                held[user.pid] = held.get(user.pid, 0) + user.used
-    return held

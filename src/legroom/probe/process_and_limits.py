@@ -105,19 +105,19 @@ def client_name(words: Sequence[str]) -> str | None:
 
 def is_ending(host: Host, pid: int) -> bool:
     """Whether it is exiting: in no cgroup any more, and not yet a zombie."""
-    fields = _after_name(host, pid)
+    fields = stat_fields(host, pid)
     return len(fields) > _FLAGS and fields[_FLAGS].isdecimal() and bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
-def _after_name(host: Host, pid: int) -> list[str]:
-    """The fields of its stat file from the state on."""
+def stat_fields(host: Host, pid: int) -> list[str]:
+    """The fields of its stat file from the state on; empty if it cannot be read."""
     # The name in brackets may contain spaces and brackets: count from the last bracket.
     return (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
 
 
 def started_at(host: Host, pid: int) -> float | None:
     """When that process started, as Unix time; None if it cannot be read."""
-    fields = _after_name(host, pid)
+    fields = stat_fields(host, pid)
     booted = host.table("/proc/stat").get("btime")
     if len(fields) < 20 or not fields[19].isdecimal() or booted is None:
         return None
@@ -362,26 +362,16 @@ def limits(host: Host) -> Limits:
     )
 
 
-def fds_pool(limits: Limits, process: Process | None = None) -> Pool:
-    """File descriptors: the limit is per process, so ``used`` is known for a given process only."""
-    if process is None:
-        reason = say("the limit is per process, and no process was given")
-        if limits.nofile_soft is None:
-            reason = limits.reason or reason
-        return Pool("fds", limits.nofile_soft, None, None, "RLIMIT_NOFILE, soft", reason)
-    size = limits.nofile_soft if process.fd_limit is None else process.fd_limit
-    used = process.fds
-    free = None if size is None or used is None else max(0, size - used)
-    reason_named = None
-    if used is None:
-        reason_named = say("no permission to list the descriptors of process {pid}", pid=process.pid)
-    elif size is None:
-        reason_named = limits.reason
-    return Pool("fds", size, used, free, f"/proc/{process.pid}/limits, /proc/{process.pid}/fd", reason_named)
+def fds_pool(limits: Limits) -> Pool:
+    """File descriptors: the limit is per process, so ``used`` is unknown here."""
+    reason = say("the limit is per process, and no process was given")
+    if limits.nofile_soft is None:
+        reason = limits.reason or reason
+    return Pool("fds", limits.nofile_soft, None, None, "RLIMIT_NOFILE, soft", reason)
 
 
-def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
-    """Page-locked memory: its size is the free RAM; ``pinned`` is the kernel's VmPin, if read."""
+def pinned_pool(ram: Pool, limits: Limits) -> Pool:
+    """Page-locked memory: its size is the free RAM."""
     bound = (
         say(
             "RLIMIT_MEMLOCK is {size}, which does not limit CUDA's pinned memory", size=format_size(limits.memlock_soft)
@@ -389,16 +379,8 @@ def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
         if limits.memlock_soft is not None
         else say("no RLIMIT_MEMLOCK found")
     )
-    # VmPin misses what CUDA pins, so 0 means unknown and more than 0 is a lower bound.
-    used = pinned or None
-    known = (
-        say("the kernel does not count memory pinned by CUDA")
-        if used is None
-        else say("lower bound (VmPin): memory pinned by CUDA is not counted")
-    )
-    return Pool(
-        "pinned", ram.size, used, ram.free, say("taken from ram: {source}", source=ram.source), joined((known, bound))
-    )
+    reason = joined((say("the kernel does not count memory pinned by CUDA"), bound))
+    return Pool("pinned", ram.size, None, ram.free, say("taken from ram: {source}", source=ram.source), reason)
 
 
 def _rlimit(host: Host, name: str, reasons: list[str]) -> tuple[int | None, int | None]:
