@@ -26,6 +26,7 @@ SCHEMA = "legroom.watch/1"
 _LONGEST_LINE = 32 << 20  # bytes; a thousand processes take 300 kB
 REPEATED = ("entries", "groups", "gpu_copies")  # left out of a line where they are as in an earlier one
 _WRITTEN_AGAIN = 60  # lines after which they are written all the same: the beginning of a log may be removed
+_STARTED = 5  # intervals after which a watch has more than started
 _KEPT = 64  # of these lists while a log is read: another watch may have written between the lines of one
 
 
@@ -126,6 +127,7 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
             fix=(say("pass a file written by legroom watch --log"),),
         ) from problem
     unreadable, truncated, found, repeats = 0, False, 0, _Repeats()
+    clock, several = 0.0, False
     why = say("the file is empty")
     with file:
         while line := _next_line(file.readline):
@@ -144,6 +146,8 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
                     break  # two lines and neither is a record: another kind of file
                 continue
             found += 1
+            several = several or _STARTED * sample.interval < sample.clock < clock  # a new watch starts at 0
+            clock = sample.clock
             yield sample
     if not found:
         raise DamagedSource(
@@ -151,6 +155,8 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
             why=why,
             fix=(say("pass a file written by legroom watch --log (lines of {schema})", schema=SCHEMA),),
         )
+    if several:
+        report(say("several watches wrote into {path} at once: leaks are not found in it", path=name))
     if truncated:
         unreadable -= 1
         report(say("skipped the last line of {path}: it is incomplete", path=name))

@@ -110,7 +110,7 @@ def is_ending(host: Host, pid: int) -> bool:
 
 
 def stat_fields(host: Host, pid: int) -> list[str]:
-    """The fields of its stat file from the state on; empty if it cannot be read."""
+    """The fields of its stat file from the state on."""
     # The name in brackets may contain spaces and brackets: count from the last bracket.
     return (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
 

@@ -194,6 +194,19 @@ def test_lists_that_do_not_change_are_written_once_and_read_back_in_every_sample
     assert found[-1] == made[-1]
 
 
+def test_a_log_of_two_watches_at_once_is_reported_and_one_of_two_runs_is_not(tmp_path: Path) -> None:
+    runs, mixed = tmp_path / "runs.jsonl", tmp_path / "mixed.jsonl"
+    _write(runs, 20)
+    _write(runs, 20)
+    assert len(list(read_samples(runs, pytest.fail))) == 40
+    for n in range(20):
+        _write(mixed, 1, first=n)
+        _write(mixed, 1, first=n + 100)
+    told: list[str] = []
+    assert len(list(read_samples(mixed, told.append))) == 40
+    assert told == [f"several watches wrote into {mixed} at once: leaks are not found in it"]
+
+
 @pytest.mark.parametrize("value", [3, "entries", ["entries"], None, {"entries": [1]}])
 def test_a_reference_to_an_earlier_line_that_is_none_is_refused(tmp_path: Path, value: object) -> None:
     path, told = tmp_path / "run.jsonl", list[str]()
