@@ -166,7 +166,7 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
     table = ProcessTable(host)
     processes = table.refresh()
     if pid is not None:
-        selection = process_tree(pid, processes)
+        selection = process_tree(pid, processes, host)
     elif match is not None:
         selection = matching_processes(host, match, processes, wait=wait)
     else:

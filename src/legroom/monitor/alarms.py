@@ -72,7 +72,8 @@ class AlarmTracker:
         """Add a sample to the history and evaluate the rules."""
         self.history.add(sample)
         before = {key: one.alarm for key, one in self._tracked.items() if one.active}
-        raised = {alarm.key: alarm for alarm in raised_alarms(self.history, frozenset(before))}
+        active = frozenset(before)
+        raised = {alarm.key: alarm for rule in RULES for alarm in rule(self.history, active)}
         tracked: dict[tuple[str, str | None], _Tracked] = {}
         for key, old in self._tracked.items():
             now = raised.pop(key, None)
@@ -97,11 +98,6 @@ class AlarmTracker:
             tuple(begun),
             tuple(alarm for key, alarm in before.items() if key not in after),
         )
-
-
-def raised_alarms(history: History, active: ActiveAlarms = frozenset()) -> tuple[Alarm, ...]:
-    """The alarms that the rules raise for this history."""
-    return tuple(alarm for rule in RULES for alarm in rule(history, active))
 
 
 def pool_levels(history: History, active: ActiveAlarms) -> Iterator[Alarm]:

@@ -1,15 +1,16 @@
 """The HTTP server that the Prometheus metrics and the web view share.
 
-It parses HOST:PORT, listens on loopback unless another address is given, and checks the Host header. A slow client
-cannot exhaust its threads.
+It parses HOST:PORT, listens on loopback unless another address is given, and checks the Host header. Each client takes
+one thread, and their number is limited.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
-from collections.abc import Callable
-from functools import cached_property, partial
+import threading
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,7 +21,9 @@ from legroom.system.processes_and_threads import start_daemon_thread, why_no_thr
 TEXT = "text/plain; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-_CLIENT_TIMEOUT = 10.0  # seconds for a client to send its request or read the answer
+_CLIENT_TIMEOUT = 10.0  # seconds for a client to send the next part of its request or read the answer
+_MOST_CLIENTS = 512
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def parse_address(text: str, default_port: int) -> tuple[str, int]:
@@ -50,30 +53,34 @@ def serve(where: tuple[str, int], handler: type[BaseHTTPRequestHandler], *, any_
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server: Server = type("_Server", (Server,), {"address_family": family})(where, handler)
     except OSError as problem:
-        raise CannotListen(
-            say("cannot listen on {host}:{port}", host=host, port=port),
-            why=problem.strerror or str(problem),
-            fix=(say("choose another port, or 0 for any free port"),),
-        ) from problem
+        if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+            fix = say("use an address of this machine, such as {address}", address=LOOPBACK)
+        elif isinstance(problem, PermissionError):
+            fix = say("choose a port from 1024 on: lower ones need root")
+        else:
+            fix = say("choose another port, or 0 for any free port")
+        raise _cannot_listen(where, problem.strerror or str(problem), fix) from problem
     server.hosts = AllowedHosts(host, str(server.server_address[0]), any_host=any_host)
     if start_daemon_thread(server.serve_forever, "legroom-serve") is None:
         why = why_no_thread()
         server.server_close()
-        raise CannotListen(
-            say("cannot listen on {host}:{port}", host=host, port=port),
-            why=why,
-            fix=(say("raise the limit, or run without a server"),),
-        )
+        raise _cannot_listen(where, why, say("raise the limit, or run without a server"))
     return server
+
+
+def _cannot_listen(where: tuple[str, int], why: str, fix: str) -> CannotListen:
+    return CannotListen(say("cannot listen on {host}:{port}", host=where[0], port=where[1]), why=why, fix=(fix,))
 
 
 class Server(ThreadingHTTPServer):
     """Answers each client in a daemon thread."""
 
     hosts: AllowedHosts
-    daemon_threads = True
     request_queue_size = 128  # with the default of 5, the sixth simultaneous client waits for a second
-    block_on_close = False
+
+    def server_activate(self) -> None:
+        self.clients = threading.BoundedSemaphore(_MOST_CLIENTS)
+        super().server_activate()
 
     @property
     def url(self) -> str:
@@ -86,8 +93,19 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; where none can be started, before the next client."""
-        answer = partial(self.process_request_thread, request, client_address)
+        """Answer in a thread of its own; where none can be started, before the next client; 503 to one too many."""
+        clients = self.clients
+        if not clients.acquire(blocking=False):
+            request.sendall(_TOO_MANY)
+            self.shutdown_request(request)
+            return
+
+        def answer() -> None:
+            try:
+                self.process_request_thread(request, client_address)
+            finally:
+                clients.release()
+
         if start_daemon_thread(answer, "legroom-answer") is None:
             answer()
 
@@ -143,17 +161,9 @@ class AllowedHosts:
     are allowed too, since they cannot be pointed elsewhere, and the names of this machine.
     """
 
-    def __init__(
-        self,
-        bound: str,
-        address: str | None = None,
-        *,
-        any_host: bool = False,
-        full_name: Callable[[], str] = socket.getfqdn,
-    ) -> None:
-        self._full_name = full_name
+    def __init__(self, bound: str, address: str, *, any_host: bool = False) -> None:
         self._any_host = any_host
-        self._loopback = _is_loopback(address or bound)
+        self._loopback = _is_loopback(address)
         self._names = _LOCAL_NAMES | {bound.lower()}
         if not self._loopback:
             self._names |= {socket.gethostname().lower()}
@@ -167,7 +177,7 @@ class AllowedHosts:
 
     @cached_property
     def _fqdn(self) -> str:
-        return self._full_name().lower()  # may ask a name server for seconds, so only when needed
+        return socket.getfqdn().lower()  # may ask a name server for seconds, so only when needed
 
 
 def host_name(header: str | None) -> str:

@@ -11,12 +11,12 @@ import os
 import queue
 import subprocess
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.monitor.watch_log import alarm_object
 from legroom.records.finding_and_alarm import Alarm, heading
 from legroom.records.watch_sample import Moment
 from legroom.system.lazy_and_optional_imports import import_lock
@@ -83,7 +83,9 @@ class Notifier:
 def command_sender(command: str) -> Send:
     """Run a shell command for each alarm."""
     if not command.strip():
-        raise UsageError(say("--on-alarm is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),))
+        raise UsageError(
+            say("the command for alarms is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),)
+        )
 
     def send(alarm: Alarm, state: State) -> None:
         environment = {
@@ -153,4 +155,4 @@ def function_sender(call: Callable[[Alarm], object]) -> Send:
 def _alarm_message(alarm: Alarm, state: State) -> dict[str, Any]:
     word = heading(alarm.level) if state == "begun" else say("ended")
     text = f"legroom: {word} {alarm.code}: {alarm.message}"
-    return {"schema": SCHEMA, "state": state, "text": text, **alarm_object(alarm)}
+    return {"schema": SCHEMA, "state": state, "text": text, **asdict(alarm)}

@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from legroom.errors import NothingMatches, UsageError
+from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import matching, our_pid, tree
+from legroom.probe.process_and_limits import descendants, find_matching, matching, our_pid, tree
 from legroom.records.machine import Process
 
 _Processes = Mapping[int, Process]
@@ -27,25 +27,15 @@ class ProcessSelection:
     find_roots: Callable[[_Processes], Sequence[int]]
     ends: bool = False  # whether the watch ends with the last process
     follow: bool = True  # read the cgroup and /dev/shm of the watched processes instead of our own
-    include_self: bool = False
+    ours: int | None = field(default_factory=os.getpid)  # this process, which is left out; None: it is not
     scope: str = "self"  # the process whose cgroup, /dev/shm and pressure are read
     watched: set[int] = field(default_factory=set)
 
     def choose(self, processes: _Processes) -> list[int]:
         """The pids to watch now, sorted."""
         roots = [pid for pid in self.find_roots(processes) if pid in processes]
-        children: dict[int, list[int]] = {}
-        for process in processes.values():
-            children.setdefault(process.parent, []).append(process.pid)
-        waiting = [*roots, *self.watched.intersection(processes)]
-        found: set[int] = set()
-        while waiting:
-            pid = waiting.pop()
-            if pid not in found:
-                found.add(pid)
-                waiting += children.get(pid, ())
-        if not self.include_self:
-            found.discard(os.getpid())
+        found = set(descendants(processes.values(), (*roots, *self.watched.intersection(processes))))
+        found -= {self.ours}
         self.watched = found
         if self.follow:
             # An orphan is usually in the cgroup of its job. With no process left, our own cgroup is read.
@@ -53,11 +43,12 @@ class ProcessSelection:
         return sorted(found)
 
 
-def process_tree(pid: int, processes: _Processes) -> ProcessSelection:
+def process_tree(pid: int, processes: _Processes, host: Host | None = None) -> ProcessSelection:
     """That process and its descendants; NoSuchProcess where it does not exist."""
     root = tree(list(processes.values()), pid)[0]
     description = say("process {pid} ({command}) and its children", pid=pid, command=root.command[:60])
-    return ProcessSelection(description, lambda _: (pid,), ends=True, scope=str(pid))
+    ours = our_pid(host or Host())
+    return ProcessSelection(description, lambda _: (pid,), ends=True, ours=ours, scope=str(pid))
 
 
 def matching_processes(host: Host, pattern: str, processes: _Processes, *, wait: bool = True) -> ProcessSelection:
@@ -68,17 +59,13 @@ def matching_processes(host: Host, pattern: str, processes: _Processes, *, wait:
     us = our_pid(host)
 
     def find(now: _Processes) -> list[int]:
-        try:
-            return [process.pid for process in matching(list(now.values()), pattern, us=us or 0)]
-        except NothingMatches:
-            return []  # before the first run and between two runs
+        return [process.pid for process in find_matching(list(now.values()), pattern, us=us or 0)]
 
-    try:
-        matching(list(processes.values()), pattern, us=us or 0)  # raises now on an invalid pattern
-    except NothingMatches:
-        if not wait:
-            raise
-    return ProcessSelection(say("processes matching {pattern!r}", pattern=pattern), find)
+    if wait:
+        find(processes)  # raises now on an invalid pattern
+    else:
+        matching(list(processes.values()), pattern, us=us or 0)
+    return ProcessSelection(say("processes matching {pattern!r}", pattern=pattern), find, ours=us)
 
 
 def user_processes(host: Host) -> ProcessSelection:
@@ -94,12 +81,11 @@ def user_processes(host: Host) -> ProcessSelection:
         say("all processes of user {uid}", uid=uid),
         lambda now: [process.pid for process in now.values() if process.uid == uid],
         follow=False,
+        ours=our_pid(host),
     )
 
 
 def this_process(host: Host) -> ProcessSelection:
     """This process and its descendants: what ``legroom.watch`` watches."""
     pid = our_pid(host) or os.getpid()
-    return ProcessSelection(
-        say("process {pid} and its children", pid=pid), lambda _: (pid,), follow=False, include_self=True
-    )
+    return ProcessSelection(say("process {pid} and its children", pid=pid), lambda _: (pid,), follow=False, ours=None)

@@ -63,18 +63,10 @@ class _MetricsHandler(Handler):
             self.respond(200, _FORMAT, text.encode("utf-8", "replace"))
 
 
-class Metric(NamedTuple):
-    """A metric: name, type and help."""
-
-    name: str
-    kind: str  # gauge or counter
-    help: str
-
-
 class Value(NamedTuple):
     """One value of a metric."""
 
-    metric: str
+    metric: str  # without legroom_
     labels: Mapping[str, str]
     value: float
 
@@ -100,38 +92,35 @@ class Totals:
         )
 
 
-METRICS = tuple(
-    Metric("legroom_" + name, kind, text)
-    for name, kind, text in (
-        ("pool_size_bytes", "gauge", "Size of a pool; ram is limited by the cgroup."),
-        ("pool_used_bytes", "gauge", "Used bytes of a pool, without what can be reclaimed."),
-        ("pool_free_bytes", "gauge", "Free bytes of a pool."),
-        ("pool_used_ratio", "gauge", "Used share of a pool, 0 to 1."),
-        ("pool_full_in_seconds", "gauge", "Seconds until a pool that is filling up is full."),
-        ("swap_in_bytes_total", "counter", "Bytes the machine swapped in since the watch began."),
-        ("swap_out_bytes_total", "counter", "Bytes the machine swapped out since the watch began."),
-        ("memory_pressure_ratio", "gauge", "Share of the last 10 s in which some or all tasks stalled on memory."),
-        ("oom_kills_total", "counter", "Processes killed by the OOM killer, as the kernel counts them."),
-        ("memory_limit_hits_total", "counter", "Hits of the cgroup's memory limit."),
-        ("memory_throttled_total", "counter", "Times the cgroup was throttled at memory.high."),
-        ("processes", "gauge", "Watched processes."),
-        ("process_resident_memory_bytes", "gauge", "RSS of a process."),
-        ("process_shared_memory_bytes", "gauge", "RssShmem of a process: /dev/shm, memfd, pinned memory."),
-        ("process_swap_bytes", "gauge", "VmSwap of a process."),
-        ("process_proportional_memory_bytes", "gauge", "PSS of a process, read less often than RSS."),
-        ("process_proportional_memory_age_seconds", "gauge", "Age of the PSS reading."),
-        ("process_gpu_memory_bytes", "gauge", "GPU memory of a process, on all GPUs."),
-        ("process_open_fds", "gauge", "Open file descriptors of a process."),
-        ("process_max_fds", "gauge", "File descriptor limit of a process."),
-        ("component_bytes", "gauge", "Host memory by component, as the script reports it."),
-        ("steps_total", "counter", "Training steps, as the script counts them."),
-        ("cache_entry_bytes", "gauge", "Size of a dataset in the shared cache."),
-        ("alarm", "gauge", "1 for each active alarm."),
-        ("alarms_total", "counter", "Times each alarm began."),
-        ("sample_timestamp_seconds", "gauge", "Time of the sample."),
-        ("sample_cost_seconds", "gauge", "CPU time spent on the sample."),
-    )
-)
+METRICS = {  # without legroom_: type and help
+    "pool_size_bytes": ("gauge", "Size of a pool; ram is limited by the cgroup."),
+    "pool_used_bytes": ("gauge", "Used bytes of a pool, without what can be reclaimed."),
+    "pool_free_bytes": ("gauge", "Free bytes of a pool."),
+    "pool_used_ratio": ("gauge", "Used share of a pool, 0 to 1."),
+    "pool_full_in_seconds": ("gauge", "Seconds until a pool that is filling up is full."),
+    "swap_in_bytes_total": ("counter", "Bytes the machine swapped in since the watch began."),
+    "swap_out_bytes_total": ("counter", "Bytes the machine swapped out since the watch began."),
+    "memory_pressure_ratio": ("gauge", "Share of the last 10 s in which some or all tasks stalled on memory."),
+    "oom_kills_total": ("counter", "Processes killed by the OOM killer, as the kernel counts them."),
+    "memory_limit_hits_total": ("counter", "Hits of the cgroup's memory limit."),
+    "memory_throttled_total": ("counter", "Times the cgroup was throttled at memory.high."),
+    "processes": ("gauge", "Watched processes."),
+    "process_resident_memory_bytes": ("gauge", "RSS of a process."),
+    "process_shared_memory_bytes": ("gauge", "RssShmem of a process: /dev/shm, memfd, pinned memory."),
+    "process_swap_bytes": ("gauge", "VmSwap of a process."),
+    "process_proportional_memory_bytes": ("gauge", "PSS of a process, read less often than RSS."),
+    "process_proportional_memory_age_seconds": ("gauge", "Age of the PSS reading."),
+    "process_gpu_memory_bytes": ("gauge", "GPU memory of a process, on all GPUs."),
+    "process_open_fds": ("gauge", "Open file descriptors of a process."),
+    "process_max_fds": ("gauge", "File descriptor limit of a process."),
+    "component_bytes": ("gauge", "Host memory by component, as the script reports it."),
+    "steps_total": ("counter", "Training steps, as the script counts them."),
+    "cache_entry_bytes": ("gauge", "Size of a dataset in the shared cache."),
+    "alarm": ("gauge", "1 for each active alarm."),
+    "alarms_total": ("counter", "Times each alarm began."),
+    "sample_timestamp_seconds": ("gauge", "Time of the sample."),
+    "sample_cost_seconds": ("gauge", "CPU time spent on the sample."),
+}
 
 
 def metrics_text(moment: Moment, totals: Totals) -> str:
@@ -140,11 +129,10 @@ def metrics_text(moment: Moment, totals: Totals) -> str:
     for value in metric_values(moment, totals):
         by_metric.setdefault(value.metric, []).append(value)
     lines: list[str] = []
-    for metric in METRICS:
-        found = by_metric.pop(metric.name, [])
-        if found:
-            lines += [f"# HELP {metric.name} {_escape(metric.help)}", f"# TYPE {metric.name} {metric.kind}"]
-            lines += [f"{metric.name}{_labels(one.labels)} {_number(one.value)}" for one in found]
+    for name, (kind, text) in METRICS.items():
+        if found := by_metric.get(name):
+            lines += [f"# HELP legroom_{name} {_escape(text)}", f"# TYPE legroom_{name} {kind}"]
+            lines += [f"legroom_{name}{_labels(one.labels)} {_number(one.value)}" for one in found]
     return "\n".join(lines) + "\n"
 
 
@@ -154,32 +142,35 @@ def metric_values(moment: Moment, totals: Totals) -> Iterator[Value]:
     yield from _pools(sample)
     for alarm in moment.alarms:
         labels = {"code": alarm.code, "pool": alarm.pool or "", "level": alarm.level}
-        yield Value("legroom_alarm", labels, 1)
+        yield Value("alarm", labels, 1)
         left = alarm.evidence.get("full_in_seconds")
         if alarm.pool and isinstance(left, (int, float)):
-            yield Value("legroom_pool_full_in_seconds", {"pool": alarm.pool}, left)
+            yield Value("pool_full_in_seconds", {"pool": alarm.pool}, left)
     for (code, pool), count in totals.alarms.items():
-        yield Value("legroom_alarms_total", {"code": code, "pool": pool}, count)
+        yield Value("alarms_total", {"code": code, "pool": pool}, count)
     if sample.swap_in is not None or totals.swapped_in:
-        yield Value("legroom_swap_in_bytes_total", {}, totals.swapped_in)
+        yield Value("swap_in_bytes_total", {}, totals.swapped_in)
     if sample.swap_out is not None or totals.swapped_out:
-        yield Value("legroom_swap_out_bytes_total", {}, totals.swapped_out)
+        yield Value("swap_out_bytes_total", {}, totals.swapped_out)
     for one in sample.pressure:
         for kind, average in (("some", one.some_avg10), ("full", one.full_avg10)):
-            yield Value("legroom_memory_pressure_ratio", {"scope": one.scope, "kind": kind}, average / 100)
+            yield Value("memory_pressure_ratio", {"scope": one.scope, "kind": kind}, average / 100)
     events = sample.events
     yield from _known({"scope": events.scope}, oom_kills_total=events.oom_kills,
                       memory_limit_hits_total=events.at_limit, memory_throttled_total=events.throttled)  # fmt: skip
-    yield Value("legroom_processes", {}, len(sample.processes))
+    yield Value("processes", {}, len(sample.processes))
     for row in sorted(sample.processes, key=lambda row: -(row.host or 0))[:MOST_PROCESSES]:
         yield from _process(row, sample.clock)
     for name, size in sample.said.components.items():
-        yield Value("legroom_component_bytes", {"component": name}, size)
+        yield Value("component_bytes", {"component": name}, size)
     yield from _known({}, steps_total=sample.said.steps, sample_cost_seconds=sample.cost)
+    sizes: dict[tuple[str, str, str], int] = {}  # entries without a key may agree in all labels: one series
     for entry in sample.entries or ():
-        labels = {"key": entry.key, "source": entry.source, "backing": entry.backing}
-        yield Value("legroom_cache_entry_bytes", labels, entry.bytes)
-    yield Value("legroom_sample_timestamp_seconds", {}, sample.when)
+        identity = entry.key, entry.source, entry.backing
+        sizes[identity] = sizes.get(identity, 0) + entry.bytes
+    for (key, source, backing), size in sizes.items():
+        yield Value("cache_entry_bytes", {"key": key, "source": source, "backing": backing}, size)
+    yield Value("sample_timestamp_seconds", {}, sample.when)
 
 
 def _pools(sample: Sample) -> Iterator[Value]:
@@ -199,7 +190,7 @@ def _process(row: ProcessRow, clock: float) -> Iterator[Value]:
 
 
 def _known(labels: Mapping[str, str], **values: float | None) -> Iterator[Value]:
-    return (Value("legroom_" + name, labels, value) for name, value in values.items() if value is not None)
+    return (Value(name, labels, value) for name, value in values.items() if value is not None)
 
 
 def _labels(labels: Mapping[str, str]) -> str:

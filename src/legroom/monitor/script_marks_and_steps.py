@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ from legroom.probe.process_and_limits import started_at
 from legroom.records.watch_sample import Annotations, GrowthRow, Mark, ProcessSteps
 from legroom.system.argument_checks import check_integer
 from legroom.system.atomic_file import replace_file
+from legroom.system.json_records import from_json
 
 SCHEMA = "legroom.said/1"
 GROWING_SCHEMA = "legroom.growing/1"
 STEPS_SCHEMA = "legroom.steps/1"
 _MOST_MARKS = 256  # between two samples
 _MARKS_KEPT = 32  # in the file
-_LONGEST_FILE = 1 << 16  # bytes
+_LONGEST_TEXT = 1000  # characters of a mark in the file
+_LONGEST_FILE = 1 << 20  # bytes; a character takes 12 at most
+_LONGEST_WRITE = 60.0  # seconds
 _RATE_OVER = 10  # samples over which the step rate is measured
 
 
@@ -54,11 +57,9 @@ class AnnotationCollector:
 
     def component(self, **sizes: int | None) -> None:
         """Set the host memory of components in bytes; None removes one."""
-        for name, size in sizes.items():
-            if size is not None:
-                check_integer(name, size, 0)
+        checked = {name: None if size is None else check_integer(name, size, 0) for name, size in sizes.items()}
         with self._lock:
-            for name, size in sizes.items():
+            for name, size in checked.items():
                 if size is None:
                     self.components.pop(name, None)
                 else:
@@ -118,49 +119,54 @@ class AnnotationFile:
 
     def __init__(self, host: Host) -> None:
         self._pid = os.getpid()
-        directory = annotation_directory(host, create=True)
-        self._path = None if directory is None else directory / f"{self._pid}.json"
+        self._directory = annotation_directory(host, create=True)
         self._marks: list[Mark] = []
-        self._written = ""
-        if directory is not None:
-            _remove_files_of_dead_processes(directory)
+        self._written: dict[str, Any] = {}
+        if self._directory is not None:
+            _remove_files_of_dead_processes(self._directory)
 
     def write(self, annotations: Annotations) -> None:
         """Replace the file if anything changed."""
-        if self._path is None:
+        if self._directory is None:
             return
         self._marks = [*self._marks, *annotations.marks][-_MARKS_KEPT:]
-        text = json.dumps(
-            {
-                "schema": SCHEMA,
-                "components": dict(annotations.components),
-                "phase": annotations.phase,
-                "marks": [[mark.when, mark.text] for mark in self._marks],
-                "steps": annotations.steps,
-            }
-        )
-        if text == self._written:
+        data = {
+            "components": dict(annotations.components),
+            "phase": annotations.phase and annotations.phase[:_LONGEST_TEXT],
+            "marks": [[mark.when, mark.text[:_LONGEST_TEXT]] for mark in self._marks],
+            "steps": annotations.steps,
+        }
+        if data == self._written:
             return
         try:
-            replace_file(self._path, text)
-            self._written = text
+            _write(self._directory / f"{self._pid}.json", SCHEMA, data)
+            self._written = data
         except OSError:
-            self._path = None  # the directory is gone or full: only the script's own watch has the annotations
+            self._directory = None  # it is gone or full: only the script's own watch has the annotations
 
     def close(self) -> None:
         """Remove the file; a forked child does not remove its parent's."""
-        if self._path is not None and os.getpid() == self._pid:
-            self._path.unlink(missing_ok=True)
+        if self._directory is not None and os.getpid() == self._pid:
+            (self._directory / f"{self._pid}.json").unlink(missing_ok=True)
 
 
 def write_growing(directory: Path, pid: int, sites: Sequence[Mapping[str, Any]]) -> None:
     """Tell a `legroom watch` which lines make this process grow; OSError where it cannot be written."""
-    replace_file(directory / f"{pid}.growing.json", json.dumps({"schema": GROWING_SCHEMA, "sites": list(sites)}))
+    _write(directory / f"{pid}.growing.json", GROWING_SCHEMA, {"sites": list(sites)})
 
 
 def write_steps(directory: Path, pid: int, steps: int) -> None:
     """Tell a `legroom watch` how many steps this process has made; OSError where it cannot be written."""
-    replace_file(directory / f"{pid}.steps.json", json.dumps({"schema": STEPS_SCHEMA, "steps": steps}))
+    _write(directory / f"{pid}.steps.json", STEPS_SCHEMA, {"steps": steps})
+
+
+def _write(path: Path, schema: str, data: Mapping[str, Any]) -> None:
+    replace_file(path, json.dumps({"schema": schema, "namespace": _pid_namespace(), **data}))
+
+
+def _pid_namespace() -> str | None:
+    """Which processes the pid in the file's name counts: containers may share the directory, not the numbers."""
+    return Host().link("/proc/self/ns/pid")
 
 
 @dataclass
@@ -173,8 +179,8 @@ class AnnotationReader:
 
     def read(self, clock: float, pids: Collection[int]) -> Annotations:
         """Components added up; steps and phase of the process with the most steps; marks of all."""
-        directory = annotation_directory(self.host)
-        by_pid = {} if directory is None else {pid: one for pid in pids if (one := self._read(directory, pid))}
+        files = self._files(set(pids))
+        by_pid = {pid: one for pid in pids if (one := _parsed(files.get((pid, SCHEMA)))) is not None}
         found = list(by_pid.values())
         components: dict[str, int] = {}
         for one in found:
@@ -185,37 +191,31 @@ class AnnotationReader:
         new = tuple(mark for mark in marks if self._newest_mark is not None and mark.when > self._newest_mark)
         self._newest_mark = max([self._newest_mark or 0.0, *(mark.when for mark in marks)])
         rate = self._step_rate.at(clock, furthest.steps)
-        growing = () if directory is None else tuple(row for pid in pids for row in self._growing(directory, pid))
-        steps = () if directory is None else tuple(self._steps(directory, pids, by_pid))
-        return Annotations(components, furthest.phase, new, furthest.steps, rate, growing, steps)
-
-    def _steps(self, directory: Path, pids: Collection[int], said: Mapping[int, Annotations]) -> Iterator[ProcessSteps]:
+        growing = tuple(row for pid in pids for row in _growing(files.get((pid, GROWING_SCHEMA)), pid))
+        steps: list[ProcessSteps] = []
         for pid in pids:
-            steps = said[pid].steps if pid in said else None
-            if steps is None:  # else it counts them itself, with legroom.watch
-                data = self._load(directory / f"{pid}.steps.json", pid)
-                steps = data.get("steps") if isinstance(data, dict) and data.get("schema") == STEPS_SCHEMA else None
-            if isinstance(steps, int):
-                yield ProcessSteps(pid, steps)
+            count = by_pid[pid].steps if pid in by_pid else None
+            if count is None:  # else it counts them itself, with legroom.watch
+                count = files.get((pid, STEPS_SCHEMA), {}).get("steps")
+            if isinstance(count, int):
+                steps.append(ProcessSteps(pid, count))
+        return Annotations(components, furthest.phase, new, furthest.steps, rate, growing, tuple(steps))
 
-    def _growing(self, directory: Path, pid: int) -> list[GrowthRow]:
-        """The lines of code that make that process grow, where it runs under `legroom leak`."""
-        data = self._load(directory / f"{pid}.growing.json", pid)
+    def _files(self, pids: set[int]) -> dict[tuple[int, str], dict[str, Any]]:
+        """What these processes wrote, by pid and schema."""
+        directory = annotation_directory(self.host)
         try:
-            if not isinstance(data, dict) or data["schema"] != GROWING_SCHEMA:
-                return []
-            return [
-                GrowthRow(pid, str(row["where"]), str(row["what"]), float(row["rate"]), str(row["per"]),
-                          str(row["certainty"]))
-                for row in data["sites"]
-            ]  # fmt: skip
-        except (KeyError, TypeError, ValueError):
-            return []
+            names = [] if directory is None else os.listdir(directory)
+        except OSError:
+            return {}
+        found = {}
+        for path in (Path(directory or "", name) for name in names if name.endswith(".json")):
+            pid = path.name.partition(".")[0]
+            if pid.isdecimal() and int(pid) in pids and (data := self._load(path, int(pid))) is not None:
+                found[int(pid), str(data.get("schema"))] = data
+        return found
 
-    def _read(self, directory: Path, pid: int) -> Annotations | None:
-        return _parsed(self._load(directory / f"{pid}.json", pid))
-
-    def _load(self, path: Path, pid: int) -> Any:
+    def _load(self, path: Path, pid: int) -> dict[str, Any] | None:
         """The content of a file that this very process wrote; None if there is none."""
         try:
             with open(path, "rb") as file:
@@ -223,14 +223,22 @@ class AnnotationReader:
                 data = json.loads(file.read(_LONGEST_FILE))
         except (OSError, ValueError, RecursionError):
             return None
+        if not isinstance(data, dict) or data.get("namespace") not in (None, _pid_namespace()):
+            return None
         started = started_at(self.host, pid)
-        if started is not None and written < started - 1.0:
-            return None  # of an earlier process with this pid
-        return data
+        return None if started is not None and written < started - 1.0 else data  # of an earlier one with this pid
 
 
-def _parsed(data: Any) -> Annotations | None:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+def _growing(data: dict[str, Any] | None, pid: int) -> list[GrowthRow]:
+    """The lines of code that make that process grow, where it runs under `legroom leak`."""
+    try:
+        return [] if data is None else [from_json(GrowthRow, {**row, "pid": pid}) for row in data["sites"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _parsed(data: dict[str, Any] | None) -> Annotations | None:
+    if data is None:
         return None
     try:
         return Annotations(
@@ -244,7 +252,20 @@ def _parsed(data: Any) -> Annotations | None:
 
 
 def _remove_files_of_dead_processes(directory: Path) -> None:
+    ours = _pid_namespace()
     for path in directory.glob("*.*"):
         pid = path.name.partition(".")[0]  # of PID.json, and of a PID.json.….part
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+        if not pid.isdecimal() or Path(f"/proc/{pid}").exists() or not Path("/proc/self").exists():
+            continue
+        try:
+            if path.suffix == ".part":
+                other = time.time() - path.stat().st_mtime < _LONGEST_WRITE  # it may be being written
+            else:
+                data = json.loads(path.read_bytes())
+                other = isinstance(data, dict) and data.get("namespace") not in (None, ours)
+        except ValueError:
+            other = False
+        except OSError:
+            continue
+        if not other:
             path.unlink(missing_ok=True)

@@ -11,23 +11,23 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
 from legroom.messages import say
 from legroom.monitor.history_and_trend import keep_largest_processes
 from legroom.monitor.http_server import Handler, parse_address, serve
-from legroom.monitor.timeline import Timeline, thin_points
+from legroom.monitor.timeline import Timeline, taken, thin_points
 from legroom.monitor.watch_log import moment_object
 from legroom.records.watch_sample import Moment, PoolPoint
+from legroom.system.json_records import fields_of
 
 PORT = 9465
 MOST_STREAMS = 256  # clients that receive events
 MOST_PROCESSES = 200  # sent to the page, the largest
-_MOST_CLIENTS = 512  # connections of any kind
 _MOST_POINTS = 700  # of a pool, in the first event
 _MOST_FRAMES = 600  # moments of processes, in the first event
 _MOST_LISTED = 50  # marks and alarms in every event
@@ -62,7 +62,6 @@ class WebView:
         folder = resources.files("legroom.monitor") / "web_page"
         self.files = {path: (kind, (folder / name).read_bytes()) for path, (name, kind) in _FILES.items()}
         self.streams = threading.BoundedSemaphore(MOST_STREAMS)
-        self.clients = threading.BoundedSemaphore(_MOST_CLIENTS)
         self._server = serve(parse_address(where, PORT), type("_BoundHandler", (_PageHandler,), {"view": self}))
 
     @property
@@ -115,22 +114,28 @@ class EventFeed:
             self._ended = True
             self._changed.notify_all()
 
-    @contextmanager
-    def subscribe(self) -> Iterator[Subscription]:
-        """The events for one client."""
+    def follow(self) -> Generator[bytes]:
+        """The events for one client: the history, each moment, comments while there is none, the end."""
         with self._changed:
             self.subscribers += 1
         try:
-            yield Subscription(self)
+            seen, event = self.event("story")
+            yield event
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._number != seen or self._ended, _KEEPALIVE)  # noqa: B023
+                    number, ended = self._number, self._ended
+                if number != seen:
+                    seen, event = self.event("moment")
+                    yield event
+                elif ended:
+                    yield _END_EVENT
+                    return
+                else:
+                    yield _KEEPALIVE_EVENT
         finally:
             with self._changed:
                 self.subscribers -= 1
-
-    def wait(self, seen: int, timeout: float) -> tuple[int, bool]:
-        """Wait for a moment after number ``seen``; the newest number, and whether the watch has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._number != seen or self._ended, timeout)
-            return self._number, self._ended
 
     def event(self, kind: str) -> tuple[int, bytes]:
         """Number and bytes of the newest ``moment`` event, or of the ``story`` event with the whole timeline."""
@@ -146,49 +151,16 @@ class EventFeed:
             if kind == "story":
                 body["courses"] = {name: _fewer(series) for name, series in points.items()}
                 body["process_courses"] = [
-                    [frame.when, frame.used, [list(point) for point in frame.points]]
-                    for frame in frames[-_MOST_FRAMES:]
+                    [frame.when, frame.used, frame.points, frame.others] for frame in frames[-_MOST_FRAMES:]
                 ]
-            text = json.dumps(body, separators=(",", ":"))  # ASCII, so that a lone surrogate in a name is harmless
+            # ASCII, so that a lone surrogate in a name is harmless
+            text = json.dumps(body, separators=(",", ":"), default=fields_of)
             self._encoded[kind] = number, f"event: {kind}\ndata: {text}\n\n".encode()
             return self._encoded[kind]
 
 
-class Subscription:
-    """How far one client has read."""
-
-    def __init__(self, feed: EventFeed) -> None:
-        self._feed = feed
-        self._seen: int | None = None
-        self._over = False
-
-    def next(self, timeout: float) -> bytes | None:
-        """The next event; a comment after ``timeout`` seconds without one; None after the end."""
-        if self._over:
-            return None
-        if self._seen is None:
-            self._seen, event = self._feed.event("story")
-            return event
-        number, ended = self._feed.wait(self._seen, timeout)
-        if number != self._seen:
-            self._seen, event = self._feed.event("moment")
-            return event
-        self._over = ended
-        return _END_EVENT if ended else _KEEPALIVE_EVENT
-
-
 class _PageHandler(Handler):
     view: WebView
-
-    def handle(self) -> None:
-        """Serve one client, or answer 503 where too many are connected."""
-        if not self.view.clients.acquire(blocking=False):
-            self.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            return
-        try:
-            super().handle()
-        finally:
-            self.view.clients.release()
 
     def refuse(self) -> None:
         # The body was not read, so the connection has to end.
@@ -233,8 +205,8 @@ class _PageHandler(Handler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Connection", "close")
         self.end_headers()
-        with self.view.events.subscribe() as events:
-            while (event := events.next(_KEEPALIVE)) is not None:
+        with closing(self.view.events.follow()) as events:
+            for event in events:
                 self.wfile.write(event)
 
 
@@ -244,12 +216,14 @@ def _event_body(timeline: Timeline) -> dict[str, Any]:
     if moment is None:
         return {}
     smaller = replace(moment, sample=keep_largest_processes(moment.sample, MOST_PROCESSES))
+    kept, rows = smaller.sample.processes, moment.sample.processes
     return {
         **moment_object(smaller),
         "began": timeline.began,
-        "processes_in_all": len(moment.sample.processes),
-        "marked": [asdict(mark) for mark in list(timeline.marks)[-_MOST_LISTED:]],
-        "spells": [asdict(span) for span in timeline.alarm_spans()[-_MOST_LISTED:]],
+        "processes_in_all": len(rows),
+        "others": sum(map(taken, rows)) - sum(map(taken, kept)),
+        "marked": list(timeline.marks)[-_MOST_LISTED:],
+        "spells": timeline.alarm_spans()[-_MOST_LISTED:],
     }
 
 

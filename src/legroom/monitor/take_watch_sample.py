@@ -6,16 +6,17 @@ within a fixed share of the time. The interval between samples is kept by watch_
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
-from legroom.errors import LegroomError
 from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
-from legroom.probe.gpu_devices import gpu_pools, gpus
+from legroom.probe.gpu_devices import bytes_by_process, gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
@@ -34,13 +35,18 @@ from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.records.machine import Gpus, Memory, Pool, Pressure, Process
 from legroom.records.watch_sample import Annotations, EntryRow, GpuCopyRow, GroupRow, ProcessRow, Sample
 from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.processes_and_threads import start_daemon_thread
 
+Value = TypeVar("Value")
 LONGEST_COMMAND = 160  # characters kept of a command line
 _DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
 _GPU_SHARE = _DISK_SHARE = 0.003
 _ENTRIES_SHARE = 0.001
 _GROUPS_SHARE = 0.002
 _WORTH_READING = 1 / 16  # of RSS: what must have changed for a reading out of turn
+_FIRST_PATIENCE, _PATIENCE = 5.0, 0.5  # seconds for a slow reading to end; else a sample has what was read before
+_LATE = 10.0  # seconds after which that is not shown any more
+_NO_GPUS = Gpus((), None, None, "NVML")
 _ATTEMPTS = 3  # to read the pools while the process whose cgroup they belong to is exiting
 
 
@@ -66,7 +72,6 @@ class Sampler:
         self._clock = clock
         self._start = clock()
         self._annotations = annotations
-        self._read_entries = entries
         self._table = table or ProcessTable(self.host)
         self._pools = PoolReader(self.host)
         self._rows: dict[int, ProcessRow] = {}
@@ -76,14 +81,10 @@ class Sampler:
         self._detailed_rss: dict[int, int] = {}  # RSS at the last detailed reading
         self._by_change = True  # whether the next detailed reading is of the process that changed most
         self._copies = WorkerCopies(self.host)
-        self._entries: tuple[EntryRow, ...] | None = None
-        self._entries_limit = RateLimit(_ENTRIES_SHARE, min_gap=10.0)
-        self._read_groups = groups
-        self._groups: tuple[GroupRow, ...] | None = None
-        self._groups_limit = RateLimit(_GROUPS_SHARE)
-        self._read_gpu_copies = gpu_copies
-        self._gpu_copies: tuple[GpuCopyRow, ...] | None = None
-        self._gpu_copies_limit = RateLimit(_GROUPS_SHARE)
+        self._entries = SlowReading(entries, _ENTRIES_SHARE, min_gap=10.0)
+        self._groups = SlowReading(groups, _GROUPS_SHARE)
+        self._gpu_copies = SlowReading(gpu_copies, _GROUPS_SHARE)
+        self._cpu = 0.0  # seconds used by the threads of slow readings
 
     def take(self) -> Sample | None:
         """Take a sample; None once every watched process has ended and no other can match.
@@ -103,7 +104,7 @@ class Sampler:
             assert last is not None
             readings = replace(last, swap_in=None, swap_out=None, pressure=())
         events = events_of(self.host, last.ram) if scope_ended and last is not None else readings.ram.events
-        gpu_bytes = _gpu_bytes_by_pid(readings.gpus)
+        gpu_bytes = bytes_by_process(readings.gpus)
         rows = {pid: self._row(processes[pid], gpu_bytes.get(pid), clock) for pid in pids}
         self._rows = {pid: row for pid, row in rows.items() if row is not None}
         self._first_taken = True
@@ -126,17 +127,23 @@ class Sampler:
             pressure=readings.pressure,
             events=events,
             said=self._annotations(clock, pids) if self._annotations else Annotations(),
-            entries=self._cache_entries(clock),
-            groups=self._share_groups(clock),
-            gpu_copies=self._shared_gpu_copies(clock),
+            entries=self._entries.at(clock),
+            groups=self._groups.at(clock),
+            gpu_copies=self._gpu_copies.at(clock),
             gpu_at=readings.gpu_at,
-            cost=time.thread_time() - began,
+            cost=time.thread_time() - began + self._cpu_of_threads(),
             notes=tuple(notes),
         )
 
     def close(self) -> None:
         """Release the GPU driver."""
         self._pools.close()
+
+    def _cpu_of_threads(self) -> float:
+        """CPU seconds that slow readings used since the last sample."""
+        before = self._cpu
+        self._cpu = sum(one.cpu for one in (self._entries, self._groups, self._gpu_copies, *self._pools.slow))
+        return self._cpu - before
 
     def _read(self, clock: float) -> tuple[Mapping[int, Process], list[int], PoolReadings | None]:
         """All processes, the pids of the watched ones, and the pools as one of these sees them.
@@ -221,43 +228,12 @@ class Sampler:
                 done.add(pid)
                 yield pid
 
-    def _cache_entries(self, clock: float) -> tuple[EntryRow, ...] | None:
-        if self._read_entries is not None and self._entries_limit.due(clock):
-            began = time.perf_counter()
-            self._entries = self._read_entries()
-            self._entries_limit.spent(clock, time.perf_counter() - began)
-        return self._entries
 
-    def _share_groups(self, clock: float) -> tuple[GroupRow, ...] | None:
-        if self._read_groups is not None and self._groups_limit.due(clock):
-            began = time.perf_counter()
-            try:
-                self._groups = self._read_groups()
-            except (LegroomError, OSError):
-                self._groups = None
-            self._groups_limit.spent(clock, time.perf_counter() - began)
-        return self._groups
-
-    def _shared_gpu_copies(self, clock: float) -> tuple[GpuCopyRow, ...] | None:
-        if self._read_gpu_copies is not None and self._gpu_copies_limit.due(clock):
-            began = time.perf_counter()
-            try:
-                self._gpu_copies = self._read_gpu_copies()
-            except (LegroomError, OSError):
-                self._gpu_copies = None
-            self._gpu_copies_limit.spent(clock, time.perf_counter() - began)
-        return self._gpu_copies
-
-
-def cache_entries() -> tuple[EntryRow, ...] | None:
-    """Every entry of the shared cache; None where it cannot be read."""
+def cache_entries() -> tuple[EntryRow, ...]:
+    """Every entry of the shared cache."""
     with import_lock:
         from legroom.cache.list_and_verify import entries  # imports numpy
 
-    try:
-        found = entries()
-    except (LegroomError, OSError):
-        return None
     return tuple(
         EntryRow(
             entry.key or "",
@@ -266,7 +242,7 @@ def cache_entries() -> tuple[EntryRow, ...] | None:
             entry.bytes,
             entry.in_use,
         )
-        for entry in found
+        for entry in entries()
     )
 
 
@@ -287,6 +263,54 @@ class RateLimit:
         self.due_at = clock + max(self.min_gap, cost / self.share)
 
 
+class SlowReading(Generic[Value]):
+    """A reading that takes a share of the time, in a thread: a driver or a network file system may not answer."""
+
+    def __init__(self, read: Callable[[], Value] | None, share: float, *, min_gap: float = 0.0) -> None:
+        self._read, self._limit = read, RateLimit(share, min_gap)
+        self._thread: threading.Thread | None = None
+        self._begun = 0.0
+        self._value: Value | None = None
+        self.cpu = 0.0  # seconds that its threads used
+        self.read_at: float | None = None  # when the last reading that has ended began
+
+    def at(self, clock: float) -> Value | None:
+        """What was read last: now, where it is due; None where nothing could be read."""
+        if self._read is not None and not self.reading and self._limit.due(clock):
+            self._begun = clock
+            self._thread = start_daemon_thread(self._in_thread, "legroom-reading")
+            if self._thread is None:
+                self._work()
+            else:
+                self._thread.join(_FIRST_PATIENCE if self.read_at is None else _PATIENCE)
+        return self._value
+
+    @property
+    def reading(self) -> bool:
+        """Whether a reading has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def why_late(self, clock: float) -> str | None:
+        """Why what was read last is too old to be shown; None where it is not."""
+        if not self.reading or clock - self._begun < _LATE:
+            return None
+        return say("no answer for more than {seconds:.0f} s", seconds=_LATE)
+
+    def _in_thread(self) -> None:
+        self._work()
+        self.cpu += time.thread_time()
+
+    def _work(self) -> None:
+        assert self._read is not None
+        began = time.perf_counter()
+        try:
+            self._value = self._read()
+        except Exception:  # not readable, or an answer of another version of Legroom
+            self._value = None
+        self.read_at = self._begun
+        self._limit.spent(self._begun, time.perf_counter() - began)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolReadings:
     """All pools, read once."""
@@ -297,7 +321,7 @@ class PoolReadings:
     pressure: tuple[Pressure, ...]
     ram: Memory  # with the counters of the cgroup
     gpus: Gpus
-    gpu_at: float
+    gpu_at: float | None
 
 
 @dataclass
@@ -306,34 +330,44 @@ class PoolReader:
 
     host: Host
     _counters: SwapCounters = field(default_factory=lambda: SwapCounters(0.0, None, None))  # none yet: no rates
-    _disk: Pool | None = None
-    _gpus: Gpus | None = None
-    _gpu_at: float = 0.0
     _shm_path: str | None = None
     _scope: str = ""
-    _disk_limit: RateLimit = field(default_factory=lambda: RateLimit(_DISK_SHARE, min_gap=5.0))
-    _gpu_limit: RateLimit = field(default_factory=lambda: RateLimit(_GPU_SHARE))
     _nvml: NvmlSession = field(default_factory=NvmlSession)
+
+    def __post_init__(self) -> None:
+        self._disk = SlowReading(lambda: disk_pool(disks(self.host)), _DISK_SHARE, min_gap=5.0)
+        self._gpus = SlowReading(self._read_gpus, _GPU_SHARE)
+        self.slow = self._disk, self._gpus
 
     def read(self, clock: float, scope: str) -> PoolReadings:
         """Read all pools as process ``scope`` sees them."""
         ram = memory(self.host, scope)
         swapped = swap(self.host, ram, self._counters)
         self._counters = read_swap_counters(self.host)
-        found = self._read_gpus(clock)
+        disk, found = self._disk.at(clock), self._gpus.at(clock) or _NO_GPUS
+        if disk is None:
+            disk = Pool("disk", None, None, None, "statvfs", say("no answer yet"))
+        late, gpus_late = self._disk.why_late(clock), self._gpus.why_late(clock)
         return PoolReadings(
-            pools=(self._read_shm(scope), ram_pool(ram), swap_pool(swapped), self._read_disk(clock), *gpu_pools(found)),
+            pools=(
+                self._read_shm(scope),
+                ram_pool(ram),
+                swap_pool(swapped),
+                disk if late is None else _unknown(disk, late),
+                *(pool if gpus_late is None else _unknown(pool, gpus_late) for pool in gpu_pools(found)),
+            ),
             swap_in=swapped.in_rate,
             swap_out=swapped.out_rate,
             pressure=pressure(self.host, scope),
             ram=ram,
             gpus=found,
-            gpu_at=self._gpu_at,
+            gpu_at=self._gpus.read_at,
         )
 
     def close(self) -> None:
-        """Release the GPU driver."""
-        self._nvml.close()
+        """Release the GPU driver, unless it does not answer."""
+        if not self._gpus.reading:
+            self._nvml.close()
 
     def _read_shm(self, scope: str) -> Pool:
         if self.host.platform != "linux":
@@ -352,28 +386,12 @@ class PoolReader:
                 return path
         return shm_mount(self.host)[0]
 
-    def _read_disk(self, clock: float) -> Pool:
-        if self._disk is None or self._disk_limit.due(clock):
-            began = time.perf_counter()
-            self._disk = disk_pool(disks(self.host))
-            self._disk_limit.spent(clock, time.perf_counter() - began)
-        return self._disk
-
-    def _read_gpus(self, clock: float) -> Gpus:
-        if self._gpus is None or self._gpu_limit.due(clock):
-            began = time.perf_counter()
-            self._gpus = gpus(self.host)
-            self._gpu_at = clock
-            if self._gpus.cards and self.host.live:
-                self._nvml.open()
-            self._gpu_limit.spent(clock, time.perf_counter() - began)
-        return self._gpus
+    def _read_gpus(self) -> Gpus:
+        found = gpus(self.host)
+        if found.cards and self.host.live:
+            self._nvml.open()
+        return found
 
 
-def _gpu_bytes_by_pid(found: Gpus) -> dict[int, int]:
-    held: dict[int, int] = {}
-    for gpu in found.cards:
-        for user in gpu.processes or ():
-            if user.used is not None and user.command is not None:
-                held[user.pid] = held.get(user.pid, 0) + user.used
-    return held
+def _unknown(pool: Pool, why: str) -> Pool:
+    return replace(pool, used=None, free=None, reason=why)

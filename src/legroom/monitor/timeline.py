@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -96,12 +96,6 @@ class PoolSeries:
     def points(self) -> list[PoolPoint]:
         """All points kept, oldest first."""
         return [*self._older, *self._recent]
-
-    def last(self, count: int) -> list[PoolPoint]:
-        """The newest points, oldest of them first."""
-        found = list(islice(reversed(self._recent), count))
-        found.reverse()
-        return found
 
 
 def thin_points(points: Sequence[PoolPoint]) -> list[PoolPoint]:
@@ -210,13 +204,13 @@ class ProcessTimeline:
             shown = {point.pid for frame in self._frames for point in frame.points}
             self.commands = {pid: command for pid, command in self.commands.items() if pid in shown}
 
-    def frames(self, since: float = float("-inf"), until: float = float("inf")) -> list[ProcessFrame]:
-        """All moments kept in that span, oldest first."""
-        return [frame for frame in self._frames if since <= frame.when <= until]
+    def frames(self) -> list[ProcessFrame]:
+        """All moments kept, oldest first."""
+        return list(self._frames)
 
-    def of(self, pid: int, since: float = float("-inf")) -> Iterator[tuple[float, ProcessPoint | None]]:
+    def of(self, pid: int) -> Iterator[tuple[float, ProcessPoint | None]]:
         """One process over time; None while it did not exist, or was not among the largest."""
-        for frame in self.frames(since):
+        for frame in self._frames:
             yield frame.when, next((point for point in frame.points if point.pid == pid), None)
 
 

@@ -7,6 +7,7 @@ other: the screen draws the newest moment when it is ready.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +55,6 @@ def run_full_screen(
     moments: Iterable[Moment], outputs: Sequence[Output], view: TerminalView, stop: threading.Event
 ) -> Moment | None:
     """Run the watch and show it full screen until the user quits or ``stop`` is set; returns the last moment."""
-    require_textual()
     last: list[Moment | None] = [None]
     errors: list[BaseException] = []
 
@@ -87,6 +87,7 @@ class Snapshot:
     ended: bool
     notes: tuple[str, ...]
     frames: tuple[ProcessFrame, ...] = ()  # the processes over the same time
+    back: int = 0  # how many kept moments are newer
 
 
 class TerminalView:
@@ -128,16 +129,22 @@ class TerminalView:
         """The number of moments kept."""
         return len(self._moments)
 
-    def snapshot(self, back: int = 0, span: float = float("inf")) -> Snapshot:
-        """The moment ``back`` before the newest, and ``span`` seconds of points up to it."""
+    def moved(self, when: float | None, older: int) -> float | None:
+        """The time of the moment that many before the one at ``when``; None is the newest moment."""
         with self._lock:
-            moment = self._timeline.moment
-            if back:
-                kept = list(self._moments)
-                moment = kept[max(0, len(kept) - 1 - back)] if kept else None
+            kept = list(self._moments)
+        at = max(0, _place(kept, when) - older)
+        return kept[at].sample.when if at < len(kept) - 1 else None
+
+    def snapshot(self, when: float | None = None, span: float = float("inf")) -> Snapshot:
+        """The moment at ``when``, or the newest, and ``span`` seconds of points up to it."""
+        with self._lock:
+            kept = list(self._moments)
             points = self._timeline.points()
             frames = self._timeline.processes.frames()
             ended, notes = self._ended, tuple(self._notes)
+        at = _place(kept, when)
+        moment = kept[at] if kept else None
         if moment is not None:
             until = moment.sample.when
             points = {
@@ -145,7 +152,14 @@ class TerminalView:
                 for name, series in points.items()
             }
             frames = [frame for frame in frames if until - span <= frame.when <= until]
-        return Snapshot(moment, points, ended, notes, tuple(frames))
+        return Snapshot(moment, points, ended, notes, tuple(frames), max(0, len(kept) - 1 - at))
+
+
+def _place(kept: Sequence[Moment], when: float | None) -> int:
+    """The index of the moment at that time; of the one before where it is not kept any more."""
+    if when is None:
+        return len(kept) - 1
+    return max(0, bisect_right(kept, when, key=lambda moment: moment.sample.when) - 1)
 
 
 def _smaller(moment: Moment) -> Moment:
@@ -162,7 +176,7 @@ class ScreenState:
         self.over_time = False
         self.opened: int | None = None  # the pid of the process that is shown alone
         self._span = 0
-        self._back = 0
+        self._when: float | None = None  # of the moment that is shown; None: the newest
         self._drawn = -1  # changes of the view that are on the screen
 
     def sort_by(self, key: str) -> None:
@@ -175,7 +189,7 @@ class ScreenState:
 
     def open_next(self) -> None:
         """Show one process alone: the largest first, then the next one."""
-        moment = self.view.snapshot(self._back).moment
+        moment = self.view.snapshot(self._when).moment
         rows = sorted(moment.sample.processes, key=lambda row: (-taken(row), row.pid)) if moment else []
         pids = [row.pid for row in rows]
         if pids:
@@ -196,25 +210,20 @@ class ScreenState:
 
     def look_back(self, samples: int) -> None:
         """Show an older moment, or a newer one for a negative number."""
-        self._back = max(0, min(self._back + samples, self.view.kept - 1))
+        self._when = self.view.moved(self._when, samples)
 
     def newest(self) -> None:
         """Show the newest moment."""
-        self._back = 0
+        self._when = None
 
     def changed(self) -> bool:
-        """Whether to redraw. An older moment stays on the screen while new ones arrive."""
-        changes = self.view.changes
-        if changes == self._drawn:
-            return False
-        if self._back and self._drawn >= 0:
-            self.look_back(changes - self._drawn)
-        return True
+        """Whether to redraw."""
+        return self.view.changes != self._drawn
 
     def lines(self, width: int) -> dict[str, list[Text]]:
         """The lines of each part of the screen by name; only the head before the first sample."""
         self._drawn = self.view.changes
-        shown = self.view.snapshot(self._back, _SPANS[self._span][0])
+        shown = self.view.snapshot(self._when, _SPANS[self._span][0])
         moment = shown.moment
         sample = moment.sample if moment else None
         parts = {"head": [tui_lines.head_line(sample, self._status(shown), width)]}
@@ -223,7 +232,8 @@ class ScreenState:
         levels = tui_lines.level_by_pool(moment.alarms)
         processes = counted(len(sample.processes), phrase("{count} process"), phrase("{count} processes"))
         what = say("cache entries") if self.cache else processes
-        notes = [Text(cut(say("note: {note}", note=note), width)) for note in shown.notes[-_NOTES_SHOWN:]]
+        noted = (*sample.notes, *shown.notes)[-_NOTES_SHOWN:]
+        notes = [Text(cut(say("note: {note}", note=note), width)) for note in noted]
         return {
             **parts,
             "pools": [
@@ -252,9 +262,9 @@ class ScreenState:
         return say("{what}; history: {span}", what=what, span=span)
 
     def _status(self, shown: Snapshot) -> str:
-        if self._back:
+        if self._when is not None:
             return say("{count} of {all} readings back (shift: by 60; end: newest)",
-                       count=self._back, all=self.view.kept)  # fmt: skip
+                       count=shown.back, all=self.view.kept)  # fmt: skip
         return say("ended, press q to quit") if shown.ended else ""
 
 
@@ -277,21 +287,21 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
         BINDINGS: ClassVar[list[BindingType]] = [
             Binding("q", "quit", say("quit")),
             Binding("ctrl+c", "quit", show=False, priority=True),
-            Binding("p", "sort('p')", "PSS"),
-            Binding("m", "sort('m')", "shm"),
-            Binding("w", "sort('w')", "swap"),
-            Binding("r", "sort('r')", "RSS"),
-            Binding("g", "sort('g')", "GPU"),
-            Binding("t", "over_time", say("time")),
-            Binding("o", "open_next", say("open")),
-            Binding("escape", "close", show=False),
-            Binding("c", "cache", say("cache")),
-            Binding("h", "span", say("history")),
-            Binding("left", "look_back(1)", say("back"), key_display="←→", priority=True),
-            Binding("right", "look_back(-1)", show=False, priority=True),
-            Binding("shift+left", "look_back(60)", show=False, priority=True),
-            Binding("shift+right", "look_back(-60)", show=False, priority=True),
-            Binding("end", "newest", show=False, priority=True),
+            Binding("p", "do('sort_by', 'p')", "PSS"),
+            Binding("m", "do('sort_by', 'm')", "shm"),
+            Binding("w", "do('sort_by', 'w')", "swap"),
+            Binding("r", "do('sort_by', 'r')", "RSS"),
+            Binding("g", "do('sort_by', 'g')", "GPU"),
+            Binding("t", "do('toggle_over_time')", say("time")),
+            Binding("o", "do('open_next')", say("open")),
+            Binding("escape", "do('close')", show=False),
+            Binding("c", "do('toggle_cache')", say("cache")),
+            Binding("h", "do('next_span')", say("history")),
+            Binding("left", "do('look_back', 1)", say("back"), key_display="←→", priority=True),
+            Binding("right", "do('look_back', -1)", show=False, priority=True),
+            Binding("shift+left", "do('look_back', 60)", show=False, priority=True),
+            Binding("shift+right", "do('look_back', -60)", show=False, priority=True),
+            Binding("end", "do('newest')", show=False, priority=True),
         ]
         state = ScreenState(view)
 
@@ -313,36 +323,9 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
         def on_resize(self) -> None:
             self.redraw()
 
-        def action_sort(self, key: str) -> None:
-            self.state.sort_by(key)
-            self.redraw()
-
-        def action_cache(self) -> None:
-            self.state.toggle_cache()
-            self.redraw()
-
-        def action_over_time(self) -> None:
-            self.state.toggle_over_time()
-            self.redraw()
-
-        def action_open_next(self) -> None:
-            self.state.open_next()
-            self.redraw()
-
-        def action_close(self) -> None:
-            self.state.close()
-            self.redraw()
-
-        def action_span(self) -> None:
-            self.state.next_span()
-            self.redraw()
-
-        def action_look_back(self, samples: int) -> None:
-            self.state.look_back(samples)
-            self.redraw()
-
-        def action_newest(self) -> None:
-            self.state.newest()
+        def action_do(self, name: str, *given: object) -> None:
+            """Call that method of the state."""
+            getattr(self.state, name)(*given)
             self.redraw()
 
         def check(self) -> None:

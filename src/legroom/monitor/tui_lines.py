@@ -45,20 +45,13 @@ class _ProcessColumn:
     text: Callable[[ProcessRow, float], str]
 
 
-def _size_or(count: int | None, otherwise: str | None = None) -> str:
-    """A size, or the word to show where it is unknown."""
-    if count is not None:
-        return format_size(count)
-    return say("unknown") if otherwise is None else otherwise
-
-
 _COLUMNS = (
     _ProcessColumn("p", "PSS", 9, lambda row: row.pss_estimate, lambda row, _: _pss(row)),
     _ProcessColumn("a", phrase("PSS age"), 9, lambda row: None, lambda row, clock: _age(row, clock)),
-    _ProcessColumn("m", "RssShmem", 10, lambda row: row.rss_shmem, lambda row, _: _size_or(row.rss_shmem)),
-    _ProcessColumn("w", "VmSwap", 9, lambda row: row.swap, lambda row, _: _size_or(row.swap)),
-    _ProcessColumn("r", "RSS", 9, lambda row: row.rss, lambda row, _: _size_or(row.rss)),
-    _ProcessColumn("g", "GPU", 8, lambda row: row.gpu, lambda row, _: _size_or(row.gpu, "–")),
+    _ProcessColumn("m", "RssShmem", 10, lambda row: row.rss_shmem, lambda row, _: size_or_unknown(row.rss_shmem)),
+    _ProcessColumn("w", "VmSwap", 9, lambda row: row.swap, lambda row, _: size_or_unknown(row.swap)),
+    _ProcessColumn("r", "RSS", 9, lambda row: row.rss, lambda row, _: size_or_unknown(row.rss)),
+    _ProcessColumn("g", "GPU", 8, lambda row: row.gpu, lambda row, _: "–" if row.gpu is None else format_size(row.gpu)),
 )
 
 
@@ -253,7 +246,7 @@ def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width
     room = max(10, width - 28)
     for name, now, at in kinds:
         points = [PoolPoint(place, None if point is None else point[at], top) for place, point in series]
-        line = Text(f"{left(name, 15)}{right(_size_or(now), 10)}  ", no_wrap=True)
+        line = Text(f"{left(name, 15)}{right(size_or_unknown(now), 10)}  ", no_wrap=True)
         shares = column_shares(points, room)
         line.append(history_line(_without_gaps(shares) if by_step else shares), style="cyan")
         lines.append(line)

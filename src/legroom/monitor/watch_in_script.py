@@ -13,12 +13,13 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from legroom.errors import UsageError
+from legroom.errors import CannotListen, UsageError
 from legroom.messages import say
 from legroom.monitor.history_and_trend import History
+from legroom.monitor.http_server import parse_address
 from legroom.monitor.notify import Notifier, Send, command_sender, function_sender, webhook_sender
 from legroom.monitor.process_selection import this_process
-from legroom.monitor.prometheus import Prometheus
+from legroom.monitor.prometheus import PORT, Prometheus
 from legroom.monitor.script_marks_and_steps import AnnotationCollector, AnnotationFile, StepRate
 from legroom.monitor.take_watch_sample import Sampler
 from legroom.monitor.watch_log import WatchLog
@@ -83,7 +84,9 @@ class Watch:
         prometheus: str | int | None,
         outputs: tuple[Output, ...],
     ) -> None:
-        self._log, self._prometheus = log, prometheus
+        self._log, self._prometheus = log, None if prometheus is None else str(prometheus)
+        if self._prometheus is not None:
+            parse_address(self._prometheus, PORT)
         self._interval = checked_interval(interval)
         self._senders: list[Send] = []
         if isinstance(on_alarm, str):
@@ -135,7 +138,10 @@ class Watch:
         if self._log is not None:
             self._outputs.append(WatchLog(self._log, self._report))
         if self._prometheus is not None:
-            self._outputs.append(Prometheus(str(self._prometheus)))
+            try:
+                self._outputs.append(Prometheus(self._prometheus))
+            except CannotListen as problem:  # as in all ranks but one of a machine
+                self._report(say("no metrics are served: {what} ({why})", what=problem.what, why=problem.why))
         self._outputs += [Notifier(send, self._report) for send in self._senders]
         file = AnnotationFile(host)
 

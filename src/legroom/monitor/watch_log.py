@@ -11,43 +11,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.messages import counted, phrase, say
-from legroom.records.finding_and_alarm import Alarm
-from legroom.records.machine import MemoryEvents, Pool, Pressure
-from legroom.records.watch_sample import (
-    Annotations,
-    EntryRow,
-    GpuCopyRow,
-    GroupRow,
-    GrowthRow,
-    Mark,
-    Moment,
-    ProcessRow,
-    ProcessSteps,
-    Sample,
-    TrainerRow,
-)
+from legroom.records.watch_sample import Moment, Sample
+from legroom.system.json_records import InvalidRecord, fields_of, from_json
 
 SCHEMA = "legroom.watch/1"
-Record = TypeVar("Record")
 
 _LONGEST_LINE = 32 << 20  # bytes; a thousand processes take 300 kB
 REPEATED = ("entries", "groups", "gpu_copies")  # left out of a line where they are as in an earlier one
 _WRITTEN_AGAIN = 60  # lines after which they are written all the same: the beginning of a log may be removed
-_KEPT = 64  # of these lists while a log is read: several watches may write into one
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "None": (type(None),),
-}
+_STARTED = 5  # intervals after which a watch has more than started
+_KEPT = 64  # of these lists while a log is read: another watch may have written between the lines of one
 
 
 class WatchLog:
@@ -105,15 +85,15 @@ class WatchLog:
                 unchanged[name] = clock
             else:
                 self._last[name] = sample.clock, self._lines, value
-        data = moment_object(moment, without=tuple(unchanged))
+        data = {name: value for name, value in moment_object(moment).items() if name not in unchanged}
         return {**data, "unchanged_since": unchanged} if unchanged else data
 
 
 @dataclass(frozen=True, slots=True)
-class _Clock:
-    """A reference to a line."""
+class _Unchanged:
+    """Of each list that a line leaves out, the clock of the line that has it."""
 
-    clock: float
+    unchanged_since: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Repeats:
@@ -130,9 +110,8 @@ class _Repeats:
                 self._found[name, sample.clock] = getattr(sample, name)
         for oldest in list(self._found)[: max(0, len(self._found) - _KEPT)]:
             del self._found[oldest]
-        references = {name: _build(_Clock, {"clock": clock}).clock
-                      for name, clock in _object(data, "unchanged_since", {}).items() if name in REPEATED}  # fmt: skip
-        unchanged: dict[str, Any] = {name: self._found.get((name, clock)) for name, clock in references.items()}
+        clocks = from_json(_Unchanged, data).unchanged_since
+        unchanged: dict[str, Any] = {name: self._found.get((name, clocks[name])) for name in REPEATED if name in clocks}
         return replace(sample, **unchanged) if unchanged else sample
 
 
@@ -148,6 +127,7 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
             fix=(say("pass a file written by legroom watch --log"),),
         ) from problem
     unreadable, truncated, found, repeats = 0, False, 0, _Repeats()
+    clock, several = 0.0, False
     why = say("the file is empty")
     with file:
         while line := _next_line(file.readline):
@@ -166,6 +146,8 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
                     break  # two lines and neither is a record: another kind of file
                 continue
             found += 1
+            several = several or _STARTED * sample.interval < sample.clock < clock  # a new watch starts at 0
+            clock = sample.clock
             yield sample
     if not found:
         raise DamagedSource(
@@ -173,6 +155,8 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
             why=why,
             fix=(say("pass a file written by legroom watch --log (lines of {schema})", schema=SCHEMA),),
         )
+    if several:
+        report(say("several watches wrote into {path} at once: leaks are not found in it", path=name))
     if truncated:
         unreadable -= 1
         report(say("skipped the last line of {path}: it is incomplete", path=name))
@@ -181,147 +165,25 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
         report(say("skipped {lines} of {path}: not readable", lines=lines, path=name))
 
 
-class InvalidRecord(ValueError):
-    """The object is not a moment; the message names the field."""
-
-
 def json_line(moment: Moment) -> str:
     """The moment as one line of JSON, without the newline."""
     return _json(moment_object(moment))
 
 
 def _json(data: dict[str, Any]) -> str:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), default=fields_of)
 
 
-def moment_object(moment: Moment, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """The moment as a JSON object; ``without`` names fields to leave out."""
-    sample = moment.sample
-    data = {
-        "schema": SCHEMA,
-        **_flat(sample),
-        "pools": [_flat(pool) for pool in sample.pools],
-        "processes": [_flat(row) for row in sample.processes],
-        "pressure": [_flat(one) for one in sample.pressure],
-        "events": _flat(sample.events),
-        "said": {
-            **_flat(sample.said),
-            "components": dict(sample.said.components),
-            "marks": [_flat(mark) for mark in sample.said.marks],
-            "growing": [_flat(row) for row in sample.said.growing],
-            "process_steps": [_flat(row) for row in sample.said.process_steps],
-        },
-        "entries": None if sample.entries is None else [_flat(entry) for entry in sample.entries],
-        "groups": None
-        if sample.groups is None
-        else [{**_flat(group), "trainers": [_flat(one) for one in group.trainers]} for group in sample.groups],
-        "gpu_copies": None
-        if sample.gpu_copies is None
-        else [{**_flat(copy), "users": list(copy.users)} for copy in sample.gpu_copies],
-        "notes": list(sample.notes),
-        "alarms": [alarm_object(alarm) for alarm in moment.alarms],
-    }
-    return {name: value for name, value in data.items() if name not in without} if without else data
-
-
-def alarm_object(alarm: Alarm) -> dict[str, Any]:
-    """The alarm as a JSON object."""
-    return {**_flat(alarm), "evidence": dict(alarm.evidence), "pids": list(alarm.pids)}
+def moment_object(moment: Moment) -> dict[str, Any]:
+    """The moment as a JSON object of the sample's fields; write it with ``default=fields_of``."""
+    return {"schema": SCHEMA, **fields_of(moment.sample), "alarms": moment.alarms}
 
 
 def parse_sample(data: object) -> Sample:
     """The sample of a JSON object; InvalidRecord where it is not one."""
-    if not isinstance(data, dict):
-        raise InvalidRecord("not an object")
-    if data.get("schema") != SCHEMA:
+    if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise InvalidRecord(f"schema must be {SCHEMA!r} (got {data.get('schema')!r})")
-    said = _object(data, "said", {})
-    entries = data.get("entries")
-    return _build(
-        Sample,
-        {
-            **data,
-            "pools": tuple(_build(Pool, one) for one in _array(data, "pools")),
-            "processes": tuple(_build(ProcessRow, one) for one in _array(data, "processes")),
-            "pressure": tuple(_build(Pressure, one) for one in _array(data, "pressure")),
-            "events": _build(MemoryEvents, _object(data, "events")),
-            "said": _build(
-                Annotations,
-                {
-                    **said,
-                    "components": _components(_object(said, "components", {})),
-                    "marks": tuple(_build(Mark, one) for one in _array(said, "marks", [])),
-                    "growing": tuple(_build(GrowthRow, one) for one in _array(said, "growing", [])),
-                    "process_steps": tuple(_build(ProcessSteps, one) for one in _array(said, "process_steps", [])),
-                },
-            ),
-            "entries": None if entries is None else tuple(_build(EntryRow, one) for one in _array(data, "entries")),
-            "groups": None if data.get("groups") is None else tuple(map(_group, _array(data, "groups"))),
-            "gpu_copies": None if data.get("gpu_copies") is None else tuple(map(_gpu_copy, _array(data, "gpu_copies"))),
-            "notes": tuple(str(note) for note in _array(data, "notes", [])),
-        },
-    )
-
-
-def _group(data: object) -> GroupRow:
-    if not isinstance(data, dict):
-        raise InvalidRecord("GroupRow must be an object")
-    return _build(GroupRow, {**data, "trainers": tuple(_build(TrainerRow, one) for one in _array(data, "trainers"))})
-
-
-def _gpu_copy(data: object) -> GpuCopyRow:
-    if not isinstance(data, dict):
-        raise InvalidRecord("GpuCopyRow must be an object")
-    users = _array(data, "users")
-    if not all(isinstance(pid, int) for pid in users):
-        raise InvalidRecord("GpuCopyRow.users must be integers")
-    return _build(GpuCopyRow, {**data, "users": tuple(users)})
-
-
-def _flat(record: Any) -> dict[str, Any]:
-    return {one.name: getattr(record, one.name) for one in fields(record)}
-
-
-def _build(record: type[Record], data: object) -> Record:
-    if not isinstance(data, dict):
-        raise InvalidRecord(f"{record.__name__} must be an object")
-    values = {}
-    for one in fields(record):  # type: ignore[arg-type]
-        if one.name in data:
-            values[one.name] = _checked(record.__name__, one, data[one.name])
-        elif one.default is MISSING and one.default_factory is MISSING:
-            raise InvalidRecord(f"{record.__name__}.{one.name} is missing")
-    return record(**values)
-
-
-def _checked(owner: str, one: Field[Any], value: Any) -> Any:
-    groups = [_JSON_TYPES.get(part) for part in str(one.type).split(" | ")]
-    if None in groups:  # a nested record, built already
-        return value
-    allowed = tuple(kind for group in groups if group for kind in group)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise InvalidRecord(f"{owner}.{one.name} must be {one.type} (got {value!r})")
-    return value
-
-
-def _array(data: dict[str, Any], name: str, default: list[Any] | None = None) -> list[Any]:
-    value = data.get(name, default)
-    if not isinstance(value, list):
-        raise InvalidRecord(f"{name} must be a list")
-    return value
-
-
-def _object(data: dict[str, Any], name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    value = data.get(name, default)
-    if not isinstance(value, dict):
-        raise InvalidRecord(f"{name} must be an object")
-    return value
-
-
-def _components(data: dict[str, Any]) -> dict[str, int]:
-    if not all(isinstance(value, int) for value in data.values()):
-        raise InvalidRecord("components must be integers (bytes)")
-    return data
+    return from_json(Sample, data)
 
 
 def _ends_without_newline(path: Path) -> bool:

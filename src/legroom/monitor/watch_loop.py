@@ -33,12 +33,8 @@ class MomentStream:
     """Samples with the alarms that they raise; ``history`` holds the samples so far, in bounded memory."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
-        self._samples = samples
-        self._alarms = AlarmTracker()
-
-    @property
-    def history(self) -> History:
-        return self._alarms.history
+        self._samples, self._alarms = samples, AlarmTracker()
+        self.history: History = self._alarms.history
 
     def __iter__(self) -> Iterator[Moment]:
         return map(self._alarms.add, self._samples)
@@ -141,14 +137,13 @@ class BackgroundOutput:
         except queue.Full:
             self._dropped += 1
             return
-        if self._dropped:
-            self._report(say("{count} readings dropped: the output is not read fast enough", count=self._dropped))
-            self._dropped = 0
+        self._report_dropped()
 
     def close(self) -> None:
         if self._thread is None:
             self._output.close()
             return
+        self._report_dropped()
         deadline: float | None = None
         end_queued = False
         while self._thread.is_alive():
@@ -175,6 +170,11 @@ class BackgroundOutput:
                 self._output.close()
         except BaseException as error:
             self._error = error
+
+    def _report_dropped(self) -> None:
+        if self._dropped:
+            self._report(say("{count} readings dropped: the output is not read fast enough", count=self._dropped))
+            self._dropped = 0
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -59,6 +59,7 @@ class TextOutput:
         self._alarms = 0
         self._top = top
         self._listed: float | None = None  # the clock of the last list of processes
+        self._notes: set[str] = set()  # that were written
         self._groups: list[str] = []
         self._groups_listed: float | None = None
         self._gpu_copies: tuple[GpuCopyRow, ...] = ()
@@ -67,7 +68,9 @@ class TextOutput:
         if self._first is None:
             self._first = moment.sample
             self._write(say("watching {what}", what=moment.sample.watched))
-            for note in moment.sample.notes:
+        for note in moment.sample.notes:
+            if note not in self._notes:
+                self._notes.add(note)
                 self._write(say("note: {note}", note=note))
         self._last = moment.sample
         self._alarms += len(moment.begun)
@@ -104,17 +107,12 @@ class TextOutput:
         )
 
     def _list_largest(self, moment: Moment) -> None:
-        clock = moment.sample.clock
-        # Half an interval of tolerance: samples do not come exactly every ten seconds.
-        due = self._listed is None or clock - self._listed >= _LARGEST_EVERY - moment.sample.interval / 2
-        if not (due or moment.begun):
-            return
-        largest = sorted(moment.sample.processes, key=_host, reverse=True)[: self._top]
-        if len(moment.sample.processes) < 2:
-            return  # the line of the sample shows it
-        self._listed = clock
+        sample = moment.sample
+        if not (_due(sample, self._listed) or moment.begun) or len(sample.processes) < 2:
+            return  # the line of the sample shows a single one
+        self._listed = sample.clock
         columns = self._columns()
-        for row in largest:
+        for row in sorted(sample.processes, key=_host, reverse=True)[: self._top]:
             line = f"    {right(size_or_unknown(row.host), 9)}  {row.pid:>7}  "
             if columns is None:
                 self._write_line(line + row.command)
@@ -124,8 +122,7 @@ class TextOutput:
     def _list_groups(self, sample: Sample) -> None:
         """The groups that share batches: with the first sample, every ten seconds, and when one comes or goes."""
         names = [group.name for group in sample.groups or ()]
-        due = self._groups_listed is None or sample.clock - self._groups_listed >= _LARGEST_EVERY - sample.interval / 2
-        if names == self._groups and not (due and names):
+        if names == self._groups and not (names and _due(sample, self._groups_listed)):
             return
         self._groups, self._groups_listed = names, sample.clock
         for group in sample.groups or ():
@@ -156,6 +153,11 @@ class TextOutput:
             self._write_line(first + text)
         else:
             self._write_line(fill(text, columns, first, " " * cells(first) or "  "))
+
+
+def _due(sample: Sample, before: float | None) -> bool:
+    """Whether ten seconds have passed; half an interval of tolerance, since samples do not come exactly then."""
+    return before is None or sample.clock - before >= _LARGEST_EVERY - sample.interval / 2
 
 
 def gpu_copy_line(copy: GpuCopyRow) -> str:

@@ -55,7 +55,6 @@ BitSets = Mapping[int, int]  # by number of block, one bit for each page of it
 class AnonymousPages:
     """The anonymous pages of a process at one moment: those it shares with others, and its own."""
 
-    pid: int
     shared: BitSets
     own: BitSets
     reason: str | None = None  # why they could not be read
@@ -64,20 +63,16 @@ class AnonymousPages:
     def shared_bytes(self) -> int:
         return page_count(self.shared) * PAGE
 
-    @property
-    def own_bytes(self) -> int:
-        return page_count(self.own) * PAGE
-
 
 def anonymous_pages(host: Host, pid: int, within: Iterable[range] | None = None) -> AnonymousPages:
     """The pages of private anonymous memory (heap, mmap), where Python objects are; ``within`` these addresses."""
     areas = anonymous_areas(host, pid)
     if areas is None:
-        return _unread(pid, host.why(f"/proc/{pid}/maps"))
+        return _unread(host.why(f"/proc/{pid}/maps"))
     if within is not None:
         areas = list(_common(areas, list(within)))
     if sum(map(len, areas)) > _MOST_PAGES * PAGE:
-        return _unread(pid, say("process {pid} has more than 256 GB of address space to read", pid=pid))
+        return _unread(say("process {pid} has more than 256 GB of address space to read", pid=pid))
     shared: dict[int, int] = {}
     own: dict[int, int] = {}
     file = f"/proc/{pid}/pagemap"
@@ -94,8 +89,8 @@ def anonymous_pages(host: Host, pid: int, within: Iterable[range] | None = None)
                     if bits := int(flags.translate(digits), 2):
                         found[block] = found.get(block, 0) | bits << places_right
     except (OSError, ValueError):
-        return _unread(pid, host.why(file))
-    return AnonymousPages(pid, shared, own)
+        return _unread(host.why(file))
+    return AnonymousPages(shared, own)
 
 
 def anonymous_areas(host: Host, pid: int) -> list[range] | None:
@@ -134,10 +129,8 @@ class CopiedMemory:
     """What one forked worker has copied of its parent's memory between two readings."""
 
     pid: int
-    parent: int
     copied: int | None  # bytes; None: unknown
     shared: int | None  # bytes of its parent's memory that it still shares
-    since: float  # clock of the first reading
     until: float  # clock of this reading
     pages: BitSets = field(default_factory=dict, repr=False)  # the copied ones
     only_read: int | None = None  # bytes of the copied ones that were not written to; None: not compared, or unreadable
@@ -145,16 +138,11 @@ class CopiedMemory:
     alike: BitSets = field(default_factory=dict, repr=False)  # of the compared ones, those that were only read
     reason: str | None = None  # why something is unknown
 
-    @property
-    def seconds(self) -> float:
-        return self.until - self.since
-
 
 @dataclass
 class _Worker:
     """What is known of one worker from its earlier readings."""
 
-    since: float
     shared: BitSets  # at the first reading, or at the fork
     copied: BitSets = field(default_factory=dict)
     only_read: int | None = 0
@@ -183,7 +171,8 @@ class CopyReader:
         """Read the workers now. The first reading of a worker shows 0 bytes copied, and what it shares."""
         areas = anonymous_areas(self.host, self.parent)
         if areas is None:
-            return tuple(self._unknown(pid, clock, self.host.why(f"/proc/{self.parent}/maps")) for pid in workers)
+            why = self.host.why(f"/proc/{self.parent}/maps")
+            return tuple(CopiedMemory(pid, None, None, clock, reason=why) for pid in workers)
         return tuple(self._read(pid, clock, areas) for pid in workers)
 
     def forget(self, pid: int) -> None:
@@ -193,21 +182,21 @@ class CopyReader:
     def _read(self, pid: int, clock: float, areas: list[range]) -> CopiedMemory:
         now = anonymous_pages(self.host, pid, areas)
         if now.reason is not None:
-            return self._unknown(pid, clock, now.reason)
+            return CopiedMemory(pid, None, None, clock, reason=now.reason)
         inherited = _union(now.shared, now.own) if self.since_fork else now.shared
-        known = self._workers.setdefault(pid, _Worker(clock, inherited))
+        known = self._workers.setdefault(pid, _Worker(inherited))
         own = _both(known.shared, now.own)
         # Of the parent only these parts are read: a worker that copies nothing has few of them.
         parts = [range(block * _BLOCK * PAGE, (block + 1) * _BLOCK * PAGE) for block in sorted(own)]
         parent = anonymous_pages(self.host, self.parent, parts)
         if parent.reason is not None:
-            return self._unknown(pid, clock, parent.reason)
+            return CopiedMemory(pid, None, None, clock, reason=parent.reason)
         copied = _both(own, _union(parent.shared, parent.own))
         if self.compare:
             self._compare(pid, known, _without(copied, known.copied))
             known.copied = _union(copied, known.copied)
         return CopiedMemory(
-            pid, self.parent, page_count(copied) * PAGE, now.shared_bytes, known.since, clock, copied,
+            pid, page_count(copied) * PAGE, now.shared_bytes, clock, copied,
             known.only_read if self.compare else None, known.compared, known.alike, known.reason,
         )  # fmt: skip
 
@@ -228,10 +217,6 @@ class CopyReader:
         known.alike = _union(known.alike, _bits(same))
         if len(same) >= _MOSTLY * len(chosen):  # a few among many that were written to are the same by chance
             known.only_read += count * PAGE * len(same) // len(chosen)
-
-    def _unknown(self, pid: int, clock: float, reason: str) -> CopiedMemory:
-        known = self._workers.get(pid)
-        return CopiedMemory(pid, self.parent, None, None, clock if known is None else known.since, clock, reason=reason)
 
 
 def was_only_read(parents: bytes, workers: bytes) -> bool:
@@ -292,8 +277,8 @@ def _bits(addresses: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def _unread(pid: int, reason: str) -> AnonymousPages:
-    return AnonymousPages(pid, {}, {}, reason)
+def _unread(reason: str) -> AnonymousPages:
+    return AnonymousPages({}, {}, reason)
 
 
 def _both(one: BitSets, other: BitSets) -> dict[int, int]:

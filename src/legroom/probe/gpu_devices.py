@@ -22,7 +22,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
 from legroom.probe.process_and_limits import plain, process_at
 from legroom.probe.runtime_environment import in_initial_namespace
-from legroom.probe.windows_gpu_spill import CounterSource, Spill, spill
+from legroom.probe.windows_gpu_spill import PdhCounters, Spill, spill
 from legroom.records.machine import Gpu, GpuProcess, Gpus, Pool
 
 _PCI = "/sys/bus/pci/devices"
@@ -32,7 +32,7 @@ _DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/usr/lib/wsl/lib/libn
 _MODULE = re.compile(r"Kernel Module(?:\s+for\s+\S+)?\s+(\d+(?:\.\d+)+)", re.A)
 
 
-def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) -> Gpus:
+def gpus(host: Host, nvml: Any = None, counters: PdhCounters | None = None) -> Gpus:
     """Every GPU that NVML lists; ``nvml`` is the pynvml module unless a test passes its own."""
     on_bus = gpus_on_bus(host)
     module = module_version(host.text("/proc/driver/nvidia/version") or "")
@@ -68,6 +68,16 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
 def gpu_pools(gpus: Gpus) -> tuple[Pool, ...]:
     """One pool per GPU: gpu0, gpu1, …"""
     return tuple(Pool(f"gpu{gpu.index}", gpu.size, gpu.used, gpu.free, gpus.source, gpu.reason) for gpu in gpus.cards)
+
+
+def bytes_by_process(gpus: Gpus) -> dict[int, int]:
+    """GPU memory on all GPUs by pid, of the processes that are visible here."""
+    held: dict[int, int] = {}
+    for gpu in gpus.cards:
+        for user in gpu.processes or ():
+            if user.used is not None and user.command is not None:
+                held[user.pid] = held.get(user.pid, 0) + user.used
+    return held
 
 
 def gpus_on_bus(host: Host) -> int | None:

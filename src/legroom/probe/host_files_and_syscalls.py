@@ -29,6 +29,7 @@ from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import import_lock
 
 UNLIMITED = -1  # an unlimited rlimit
+_MOST = 1 << 64
 
 
 class DiskSpace(NamedTuple):
@@ -37,6 +38,15 @@ class DiskSpace(NamedTuple):
     size: int
     free: int
     used: int
+
+
+def _count(text: str, unit: int = 1) -> int | None:
+    """A number of bytes, pages or events; None for other text and for more than any counter of the kernel."""
+    try:
+        value = int(text) * unit
+    except ValueError:
+        return None
+    return value if 0 <= value < _MOST else None
 
 
 @dataclass(frozen=True)
@@ -89,24 +99,17 @@ class Host:
             return None
 
     def number(self, path: str) -> int | None:
-        """The integer in the file; None if it contains something else (``max``)."""
-        text = self.text(path)
-        try:
-            return int(text) if text is not None else None
-        except ValueError:
-            return None
+        """The count in the file; None if it contains something else (``max``)."""
+        return _count(self.text(path) or "")
 
     def table(self, path: str) -> dict[str, int]:
-        """A file of ``name value`` lines (memory.stat, vmstat, meminfo); non-numbers are left out."""
+        """A file of ``name value`` lines (memory.stat, vmstat, meminfo); what is no count is left out."""
         rows: dict[str, int] = {}
         for line in (self.text(path) or "").splitlines():
             words = line.replace(":", " ").split()
-            if len(words) >= 2:
-                try:
-                    value = int(words[1])
-                except ValueError:
-                    continue
-                rows[words[0]] = value * 1024 if len(words) > 2 and words[2] == "kB" else value
+            unit = 1024 if len(words) > 2 and words[2] == "kB" else 1
+            if len(words) >= 2 and (value := _count(words[1], unit)) is not None:
+                rows[words[0]] = value
         return rows
 
     def names(self, path: str) -> list[str]:

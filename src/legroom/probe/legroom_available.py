@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import Cgroup, cgroup
 from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
-from legroom.probe.ram_swap_and_pressure import memory_in, ram_bounds, ram_pool
+from legroom.probe.ram_swap_and_pressure import memory, memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records.machine import Available
@@ -58,16 +57,11 @@ def available_on(host: Host, pool: str) -> Available:
 
 
 def _ram(host: Host) -> Available:
-    memory = memory_in(host, _group(host)) if host.platform == "linux" else None
-    if memory is None:
-        with import_lock:
-            from legroom.probe.ram_swap_and_pressure import memory as read
-
-        memory = read(host)
-    whole = ram_pool(memory)
+    read = memory_in(host, _group(host)) if host.platform == "linux" else memory(host)
+    whole = ram_pool(read)
     if whole.free is None:
         return Available("ram", None, whole.reason or whole.source)
-    tight = min((bound for bound in ram_bounds(memory) if bound.room is not None), key=lambda bound: bound.room or 0)
+    tight = min((bound for bound in ram_bounds(read) if bound.room is not None), key=lambda bound: bound.room or 0)
     size = say("unknown") if tight.size is None else format_size(tight.size)
     why = say("{source}: {free} of {size} left", source=tight.room_from, free=format_size(whole.free), size=size)
     found = [(max(0, whole.free), why), *_of_this_process(host)]
@@ -120,24 +114,15 @@ def _gpu(host: Host, pool: str) -> Available:
     return Available(pool, None, found.reason or say("there is no GPU with index {index}", index=pool[3:]))
 
 
-@dataclass(slots=True)
-class _Remembered:
-    """Where this process's cgroup is: looking it up takes longer than reading it."""
-
-    membership: str | None = None
-    until: float = 0.0
-    group: Cgroup | None = None
-
-
-_remembered = _Remembered()
+# This process's cgroup, what /proc said of it, and until when: looking it up takes longer than reading it.
+_remembered: tuple[Cgroup, str | None, float] | None = None
 
 
 def _group(host: Host) -> Cgroup:
+    global _remembered
     if not host.live or str(host.root) != "/":
         return cgroup(host, "memory")
-    membership, now = host.text("/proc/self/cgroup"), time.monotonic()
-    kept = _remembered
-    if kept.group is None or membership != kept.membership or now > kept.until:
-        kept.group = cgroup(host, "memory")
-        kept.membership, kept.until = membership, now + _REMEMBERED
-    return kept.group
+    membership, now, kept = host.text("/proc/self/cgroup"), time.monotonic(), _remembered
+    if kept is None or membership != kept[1] or now > kept[2]:
+        kept = _remembered = cgroup(host, "memory"), membership, now + _REMEMBERED
+    return kept[0]

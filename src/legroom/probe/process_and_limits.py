@@ -105,11 +105,11 @@ def client_name(words: Sequence[str]) -> str | None:
 
 def is_ending(host: Host, pid: int) -> bool:
     """Whether it is exiting: in no cgroup any more, and not yet a zombie."""
-    fields = _after_name(host, pid)
+    fields = stat_fields(host, pid)
     return len(fields) > _FLAGS and fields[_FLAGS].isdecimal() and bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
-def _after_name(host: Host, pid: int) -> list[str]:
+def stat_fields(host: Host, pid: int) -> list[str]:
     """The fields of its stat file from the state on."""
     # The name in brackets may contain spaces and brackets: count from the last bracket.
     return (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
@@ -117,7 +117,7 @@ def _after_name(host: Host, pid: int) -> list[str]:
 
 def started_at(host: Host, pid: int) -> float | None:
     """When that process started, as Unix time; None if it cannot be read."""
-    fields = _after_name(host, pid)
+    fields = stat_fields(host, pid)
     booted = host.table("/proc/stat").get("btime")
     if len(fields) < 20 or not fields[19].isdecimal() or booted is None:
         return None
@@ -179,11 +179,8 @@ def parse_limits(text: str) -> dict[str, int]:
 
 def tree(processes: Sequence[Process], pid: int) -> list[Process]:
     """That process and all its descendants, parents before children."""
-    children: dict[int, list[Process]] = {}
-    for process in processes:
-        children.setdefault(process.parent, []).append(process)
-    found = [process for process in processes if process.pid == pid]
-    if not found:
+    by_pid = {process.pid: process for process in processes}
+    if pid not in by_pid:
         raise NoSuchProcess(
             say("there is no process {pid}", pid=pid),
             why=say("{count} processes are visible here, none with that pid", count=len(processes)),
@@ -192,16 +189,41 @@ def tree(processes: Sequence[Process], pid: int) -> list[Process]:
                 say("inside a container, use the container's own pids"),
             ),
         )
-    seen = {pid}
-    for process in found:  # grows during the loop
-        for child in children.get(process.pid, ()):
-            if child.pid not in seen:  # reused pids could form a cycle
-                seen.add(child.pid)
-                found.append(child)
+    return [by_pid[one] for one in descendants(processes, (pid,))]
+
+
+def descendants(processes: Iterable[Process], roots: Iterable[int]) -> list[int]:
+    """These pids and those of all their descendants, parents before children."""
+    children: dict[int, list[int]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process.pid)
+    found = list(dict.fromkeys(roots))
+    seen = set(found)
+    for pid in found:  # grows during the loop
+        new = [child for child in children.get(pid, ()) if child not in seen]  # reused pids could form a cycle
+        seen.update(new)
+        found += new
     return found
 
 
 def matching(processes: Sequence[Process], pattern: str, us: int | None = None) -> list[Process]:
+    """The processes that `find_matching` finds; NothingMatches for none."""
+    found = find_matching(processes, pattern, us)
+    if not found:
+        ours = _ancestry(processes, os.getpid() if us is None else us)
+        raise NothingMatches(
+            say("no process's command line matches {pattern!r}", pattern=pattern),
+            why=say(
+                "{count} processes were checked; this one and its {above} ancestors are left out",
+                count=len(processes),
+                above=max(0, len(ours) - 1),
+            ),
+            fix=(say("list the command lines:\nps -e -o pid,args"), say("pass the pid instead")),
+        )
+    return found
+
+
+def find_matching(processes: Sequence[Process], pattern: str, us: int | None = None) -> list[Process]:
     """The processes whose command line matches, without this process and its ancestors.
 
     ``us`` is this process's pid in that host's /proc, which may number processes differently.
@@ -215,18 +237,7 @@ def matching(processes: Sequence[Process], pattern: str, us: int | None = None) 
             fix=(say("escape . * + ? ( ) [ ] with a backslash to match them literally"),),
         ) from problem
     ours = _ancestry(processes, os.getpid() if us is None else us)
-    found = [p for p in processes if p.pid not in ours and expression.search(p.command)]
-    if not found:
-        raise NothingMatches(
-            say("no process's command line matches {pattern!r}", pattern=pattern),
-            why=say(
-                "{count} processes were checked; this one and its {above} ancestors are left out",
-                count=len(processes),
-                above=max(0, len(ours) - 1),
-            ),
-            fix=(say("list the command lines:\nps -e -o pid,args"), say("pass the pid instead")),
-        )
-    return found
+    return [p for p in processes if p.pid not in ours and expression.search(p.command)]
 
 
 def our_pid(host: Host) -> int | None:
@@ -351,26 +362,16 @@ def limits(host: Host) -> Limits:
     )
 
 
-def fds_pool(limits: Limits, process: Process | None = None) -> Pool:
-    """File descriptors: the limit is per process, so ``used`` is known for a given process only."""
-    if process is None:
-        reason = say("the limit is per process, and no process was given")
-        if limits.nofile_soft is None:
-            reason = limits.reason or reason
-        return Pool("fds", limits.nofile_soft, None, None, "RLIMIT_NOFILE, soft", reason)
-    size = limits.nofile_soft if process.fd_limit is None else process.fd_limit
-    used = process.fds
-    free = None if size is None or used is None else max(0, size - used)
-    reason_named = None
-    if used is None:
-        reason_named = say("no permission to list the descriptors of process {pid}", pid=process.pid)
-    elif size is None:
-        reason_named = limits.reason
-    return Pool("fds", size, used, free, f"/proc/{process.pid}/limits, /proc/{process.pid}/fd", reason_named)
+def fds_pool(limits: Limits) -> Pool:
+    """File descriptors: the limit is per process, so ``used`` is unknown here."""
+    reason = say("the limit is per process, and no process was given")
+    if limits.nofile_soft is None:
+        reason = limits.reason or reason
+    return Pool("fds", limits.nofile_soft, None, None, "RLIMIT_NOFILE, soft", reason)
 
 
-def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
-    """Page-locked memory: its size is the free RAM; ``pinned`` is the kernel's VmPin, if read."""
+def pinned_pool(ram: Pool, limits: Limits) -> Pool:
+    """Page-locked memory: its size is the free RAM."""
     bound = (
         say(
             "RLIMIT_MEMLOCK is {size}, which does not limit CUDA's pinned memory", size=format_size(limits.memlock_soft)
@@ -378,16 +379,8 @@ def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
         if limits.memlock_soft is not None
         else say("no RLIMIT_MEMLOCK found")
     )
-    # VmPin misses what CUDA pins, so 0 means unknown and more than 0 is a lower bound.
-    used = pinned or None
-    known = (
-        say("the kernel does not count memory pinned by CUDA")
-        if used is None
-        else say("lower bound (VmPin): memory pinned by CUDA is not counted")
-    )
-    return Pool(
-        "pinned", ram.size, used, ram.free, say("taken from ram: {source}", source=ram.source), joined((known, bound))
-    )
+    reason = joined((say("the kernel does not count memory pinned by CUDA"), bound))
+    return Pool("pinned", ram.size, None, ram.free, say("taken from ram: {source}", source=ram.source), reason)
 
 
 def _rlimit(host: Host, name: str, reasons: list[str]) -> tuple[int | None, int | None]:

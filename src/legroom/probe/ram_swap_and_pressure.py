@@ -32,46 +32,37 @@ def memory(host: Host, pid: str = "self") -> Memory:
     """RAM for ``pid``: the machine's, every cgroup limit above it, and the counters."""
     if host.platform != "linux":
         return _elsewhere(host)
-    info = host.table(_MEMINFO)
-    total, available = amount(info.get("MemTotal")), amount(info.get("MemAvailable"))
-    reasons = [] if total is not None and available is not None else [_missing(host, total, available)]
-    group = cgroup(host, "memory", pid)
-    levels = _levels(host, group)
-    reasons += [host.why(file) for file in _nonsense(host, group)]
-    if group.reason is not None:
-        reasons.append(group.reason)
-    elif not levels and not group.is_root:
-        reasons.append(say("{path} has no memory controller", path=group.chain[0]))
-    peak = "memory.max_usage_in_bytes" if group.version == "v1" else "memory.peak"
-    return Memory(
-        total=total,
-        available=available,
-        cgroup=group.version if levels else None,
-        levels=tuple(levels),
-        above_hidden=group.above_hidden,
-        events=_events(host, group.version, levels),
-        peak=_count(host, f"{levels[0].path}/{peak}") if levels else None,
-        source=", ".join((_MEMINFO, *(f"{level.path}/memory.*" for level in levels[:1]))),
-        reason=joined(reasons) or None,
-    )
+    return _memory(host, cgroup(host, "memory", pid), complete=True)
 
 
 def memory_in(host: Host, group: Cgroup) -> Memory:
     """RAM for processes in that cgroup: levels with a limit only, no counters; a third of ``memory``'s time."""
+    return _memory(host, group, complete=False)
+
+
+def _memory(host: Host, group: Cgroup, *, complete: bool) -> Memory:
     info = host.table(_MEMINFO)
-    total, available = amount(info.get("MemTotal")), amount(info.get("MemAvailable"))
-    levels = _levels(host, group, limited=True)
+    total, available = info.get("MemTotal"), info.get("MemAvailable")
     reasons = [] if total is not None and available is not None else [_missing(host, total, available)]
+    levels = _levels(host, group, limited=not complete)
     reasons += [host.why(file) for file in _nonsense(host, group)]
+    if complete and group.reason is not None:
+        reasons.append(group.reason)
+    elif complete and not levels and not group.is_root:
+        reasons.append(say("{path} has no memory controller", path=group.chain[0]))
+    peak = "memory.max_usage_in_bytes" if group.version == "v1" else "memory.peak"
+    own = levels[:1] if complete else []
     return Memory(
         total=total,
         available=available,
         cgroup=group.version if levels else None,
         levels=tuple(levels),
         above_hidden=group.above_hidden,
-        events=MemoryEvents(None, None, None, "machine", _MEMINFO),
-        peak=None,
-        source=_MEMINFO,
+        events=_events(host, group.version, levels)
+        if complete
+        else MemoryEvents(None, None, None, "machine", _MEMINFO),
+        peak=host.number(f"{own[0].path}/{peak}") if own else None,
+        source=", ".join((_MEMINFO, *(f"{level.path}/memory.*" for level in own))),
         reason=joined(reasons) or None,
     )
 
@@ -86,7 +77,7 @@ def _levels(host: Host, group: Cgroup, *, limited: bool = False) -> list[CgroupL
     chain = [
         path
         for path in group.chain
-        if not limited or path == group.chain[-1] or _bound(_count(host, f"{path}/{name}")) is not None
+        if not limited or path == group.chain[-1] or _bound(host.number(f"{path}/{name}")) is not None
     ]
     levels = [level for path in chain if (level := read(host, path)) != CgroupLevel(path)]
     if group.version == "v1" and (above := _above_v1(host, levels)) is not None:
@@ -180,24 +171,24 @@ def ram_bounds(memory: Memory) -> list[RamBound]:
 
 
 def _level_v2(host: Host, path: str) -> CgroupLevel:
-    usage = _count(host, f"{path}/memory.current")
+    usage = host.number(f"{path}/memory.current")
     stat = host.table(f"{path}/memory.stat")
     return CgroupLevel(
         path=path,
-        limit=_bound(_count(host, f"{path}/memory.max")),
-        high=_bound(_count(host, f"{path}/memory.high")),
+        limit=_bound(host.number(f"{path}/memory.max")),
+        high=_bound(host.number(f"{path}/memory.high")),
         usage=usage,
         unreclaimable=_unreclaimable(usage, stat, ""),
-        swap_limit=_bound(_count(host, f"{path}/memory.swap.max")),
-        swap_used=_count(host, f"{path}/memory.swap.current"),
-        shmem=None if usage is None else amount(stat.get("shmem")),
+        swap_limit=_bound(host.number(f"{path}/memory.swap.max")),
+        swap_used=host.number(f"{path}/memory.swap.current"),
+        shmem=None if usage is None else stat.get("shmem"),
     )
 
 
 def _level_v1(host: Host, path: str) -> CgroupLevel:
-    usage = _count(host, f"{path}/memory.usage_in_bytes")
-    limit = _bound(_count(host, f"{path}/memory.limit_in_bytes"))
-    both = _bound(_count(host, f"{path}/memory.memsw.limit_in_bytes"))
+    usage = host.number(f"{path}/memory.usage_in_bytes")
+    limit = _bound(host.number(f"{path}/memory.limit_in_bytes"))
+    both = _bound(host.number(f"{path}/memory.memsw.limit_in_bytes"))
     stat = host.table(f"{path}/memory.stat")
     return CgroupLevel(
         path=path,
@@ -205,8 +196,8 @@ def _level_v1(host: Host, path: str) -> CgroupLevel:
         usage=usage,
         unreclaimable=_unreclaimable(usage, stat, "total_"),
         swap_limit=max(0, both - (limit or 0)) if both is not None else None,
-        swap_used=amount(stat.get("total_swap")),
-        shmem=None if usage is None else amount(stat.get("total_shmem")),
+        swap_used=stat.get("total_swap"),
+        shmem=None if usage is None else stat.get("total_shmem"),
     )
 
 
@@ -215,7 +206,7 @@ def _above_v1(host: Host, levels: list[CgroupLevel]) -> CgroupLevel | None:
     if not levels:
         return None
     top = levels[-1]
-    limit = _bound(amount(host.table(f"{top.path}/memory.stat").get("hierarchical_memory_limit")))
+    limit = _bound(host.table(f"{top.path}/memory.stat").get("hierarchical_memory_limit"))
     if limit is None or limit >= (top.limit or _NO_LIMIT):
         return None
     return CgroupLevel(f"{top.path}{_ABOVE}", limit, usage=top.usage, unreclaimable=top.unreclaimable)
@@ -229,17 +220,17 @@ def _nonsense(host: Host, group: Cgroup) -> list[str]:
 
 
 def _unreclaimable(usage: int | None, stat: dict[str, int], prefix: str) -> int | None:
-    inactive, active = amount(stat.get(f"{prefix}inactive_file")), amount(stat.get(f"{prefix}active_file"))
+    inactive, active = stat.get(f"{prefix}inactive_file"), stat.get(f"{prefix}active_file")
     if usage is None or inactive is None or active is None:
         return None
-    slab = amount(stat.get(f"{prefix}slab_reclaimable")) or 0  # v1 does not report it
+    slab = stat.get(f"{prefix}slab_reclaimable") or 0  # v1 does not report it
     return max(0, usage - inactive - active - slab)  # the two files are not read at one instant
 
 
 def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> MemoryEvents:
     """Kills in the process's own cgroup; hits of the smallest limit and smallest ``high`` at any level."""
     levels = [level for level in levels if not level.path.endswith(_ABOVE)]
-    everywhere = amount(host.table(_VMSTAT).get("oom_kill"))
+    everywhere = host.table(_VMSTAT).get("oom_kill")
     if levels:
         tight = min(levels, key=lambda level: level.limit if level.limit is not None else _NO_LIMIT)
         slow = min(levels, key=lambda level: level.high if level.high is not None else _NO_LIMIT)
@@ -250,9 +241,9 @@ def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> M
             at_limit = _hits_v1(host, tight)
         else:
             file, hits = _events_v2(host, own), _events_v2(host, tight.path)
-            at_limit = amount(host.table(hits).get("max"))
-            throttled = amount(host.table(_events_v2(host, slow.path)).get("high"))
-        kills = amount(host.table(file).get("oom_kill"))
+            at_limit = host.table(hits).get("max")
+            throttled = host.table(_events_v2(host, slow.path)).get("high")
+        kills = host.table(file).get("oom_kill")
         if any(count is not None for count in (kills, at_limit, throttled)):
             source = file if hits == file else f"{file}, {hits}"
             return MemoryEvents(kills, at_limit, throttled, "cgroup", source, everywhere)
@@ -262,7 +253,7 @@ def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> M
 def _hits_v1(host: Host, level: CgroupLevel) -> int | None:
     """How often memory, or memory plus swap, reached its limit."""
     names = ("memory.failcnt", "memory.memsw.failcnt")
-    fails = [count for name in names if (count := _count(host, f"{level.path}/{name}")) is not None]
+    fails = [count for name in names if (count := host.number(f"{level.path}/{name}")) is not None]
     # Without swap the joint limit is reached, and Linux 6.18 does not count that:
     # a zero then means unknown, even after a kill.
     uncounted = level.limit is not None and level.swap_limit == 0
@@ -291,15 +282,6 @@ def _missing(host: Host, total: int | None, available: int | None) -> str:
     if total is None and available is None:
         return host.why(_MEMINFO)
     return say("{file} has no {name}", file=_MEMINFO, name="MemTotal" if total is None else "MemAvailable")
-
-
-def _count(host: Host, path: str) -> int | None:
-    return amount(host.number(path))
-
-
-def amount(value: object) -> int | None:
-    """A number of bytes, pages or events; None if it is larger than any kernel counter."""
-    return value if isinstance(value, int) and 0 <= value < 1 << 64 else None
 
 
 def _bound(value: int | None) -> int | None:
@@ -355,7 +337,7 @@ def _amounts(host: Host) -> tuple[int | None, int | None, str, str | None]:
     """(total, used, where it was read, why it could not be)."""
     if host.platform == "linux":
         info = host.table(_MEMINFO)
-        total, free = amount(info.get("SwapTotal")), amount(info.get("SwapFree"))
+        total, free = info.get("SwapTotal"), info.get("SwapFree")
         source = f"{_MEMINFO}, {_VMSTAT}"
         if total is not None and free is not None:
             return total, max(0, total - free), source, None
@@ -403,7 +385,8 @@ def _later(host: Host, started: SwapCounters, *, moving: bool) -> tuple[SwapCoun
         table, interval = host.recording.get("vmstat_later"), host.recording.get("interval")
         if not isinstance(table, dict) or not isinstance(interval, (int, float)):
             return started, None
-        return _counters(host, table), float(interval)
+        counts = {name: count for name, count in table.items() if isinstance(count, int) and 0 <= count < 1 << 64}
+        return _counters(host, counts), float(interval)
     if started.swapped_in is None:
         return started, None
     rest = _LEAST_INTERVAL - (time.monotonic() - started.when)
@@ -418,7 +401,7 @@ def _counters(host: Host, table: dict[str, int]) -> SwapCounters:
         page = _PAGE
     else:
         page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else _PAGE
-    pages = [amount(table.get(name)) for name in ("pswpin", "pswpout")]
+    pages = [table.get(name) for name in ("pswpin", "pswpout")]
     inward, outward = (count * page if count is not None else None for count in pages)
     return SwapCounters(time.monotonic(), inward, outward)
 

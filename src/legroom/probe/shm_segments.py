@@ -220,7 +220,6 @@ class FileFacts:
     inode: int
     size: int  # allocated blocks, not the nominal length
     owner: int
-    mode: int
     mtime: float
     device: str | None = None  # "major:minor"; None: not recorded
 
@@ -320,8 +319,7 @@ def has_writer(host: Host, path: str) -> bool | None:
 def _file(path: str, facts: os.stat_result) -> FileFacts:
     blocks = getattr(facts, "st_blocks", 0)  # not on Windows, where it is never called
     device = f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}" if hasattr(os, "major") else None
-    mode = facts.st_mode & 0o7777
-    return FileFacts(path, facts.st_ino, blocks * 512, facts.st_uid, mode, facts.st_mtime, device)
+    return FileFacts(path, facts.st_ino, blocks * 512, facts.st_uid, facts.st_mtime, device)
 
 
 def _recorded(host: Host) -> dict[str, Any] | None:
@@ -338,7 +336,6 @@ def _from_recording(host: Host, path: str) -> FileFacts | None:
         inode=int(facts.get("inode", 0)),
         size=int(facts.get("blocks", 0)) * 512,
         owner=int(facts.get("uid", 0)),
-        mode=int(facts.get("mode", 0o600)),
         mtime=float(facts.get("mtime", 0.0)),
         device=facts.get("device"),
     )

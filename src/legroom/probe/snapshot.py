@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
-from legroom.probe.gpu_devices import gpu_pools, gpus
+from legroom.probe.gpu_devices import bytes_by_process, gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import cpu, fds_pool, limits, pinned_pool, processes, temporary, with_shm
 from legroom.probe.ram_swap_and_pressure import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool
@@ -33,6 +35,7 @@ def snapshot(host: Host | None = None, *, pid: str | int = "self") -> Machine:
     if tmpfs.used:
         all_processes = with_shm(host, all_processes)
     cards = gpus(host)
+    on_gpus = bytes_by_process(cards)
     rooms = disks(host)
     swapped = swap(host, ram, counters)
     pools = (
@@ -56,6 +59,6 @@ def snapshot(host: Host | None = None, *, pid: str | int = "self") -> Machine:
         cpu=cpu(host, pid),
         limits=bounds,
         disks=rooms,
-        processes=tuple(all_processes),
+        processes=tuple(replace(one, gpu=on_gpus[one.pid]) if one.pid in on_gpus else one for one in all_processes),
         temporary=temporary(host, pid),
     )

@@ -15,7 +15,7 @@ import ctypes
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
@@ -34,14 +34,6 @@ _TRIES = 5  # the list may grow between the two calls
 
 class CounterError(Exception):
     """Performance counters cannot be read."""
-
-
-class CounterSource(Protocol):
-    """A reader of performance counters."""
-
-    def read(self, path: str) -> Mapping[str, int]:
-        """The value of every instance of a counter by the instance's name; raises CounterError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class Spill:
         return sum(size for (_, of), size in self.processes.items() if of == luid), ""
 
 
-def spill(host: Host, counters: CounterSource | None = None) -> Spill:
+def spill(host: Host, counters: PdhCounters | None = None) -> Spill:
     """What has spilled on this machine; None with a reason on other systems than Windows."""
     source = f"PDH: {PROCESS_COUNTER}, {ADAPTER_COUNTER}"
     if host.platform != "win32":

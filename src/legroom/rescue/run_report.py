@@ -12,7 +12,6 @@ from typing import Any
 from legroom.charts.html_page import bullets, element, figure, page, table
 from legroom.charts.pool_and_process_charts import amount, pool_chart
 from legroom.messages import counted, phrase, say
-from legroom.monitor.watch_log import alarm_object
 from legroom.records.failure import Attempt, SupervisedRun, exit_line, headline
 from legroom.records.watch_sample import AlarmSpan, PoolPoint
 from legroom.rescue.retry_settings import SHORT_NAMES
@@ -53,7 +52,7 @@ def _attempt_object(attempt: Attempt) -> dict[str, Any]:
         "finished": attempt.finished,
         "victim": None if victim is None else dataclasses.asdict(victim),
         "peaks": {name: dataclasses.asdict(level) for name, level in attempt.peaks.items()},
-        "alarms": [alarm_object(alarm) for alarm in attempt.alarms],
+        "alarms": [dataclasses.asdict(alarm) for alarm in attempt.alarms],
         "readings": [
             {
                 "when": round(reading.when, 3),

@@ -2,6 +2,7 @@
 
 - argument_checks: check an argument; UsageError with its name, its range and the value
 - atomic_file: write a file as a whole
+- json_records: records as JSON objects, written and read back with their types
 - lazy_and_optional_imports: import a module at first use; import an optional package
 - processes_and_threads: LEGROOM_DISABLE, usable CPUs, signals, how a child ended; start a thread if limits leave room
   for it, or explain why not; calls of the C library

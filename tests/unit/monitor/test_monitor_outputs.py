@@ -67,11 +67,11 @@ def _exposed() -> dict[str, set[str]]:
 def test_prometheus_can_read_every_metric() -> None:
     moment = _moment()
     families = _families(metrics_text(moment, Totals(5.0, 6.0, {("shm-filling", "shm"): 1})))
-    assert set(_exposed()) == {metric.name for metric in METRICS}
-    for metric in METRICS:
-        family = families[metric.name.removesuffix("_total")]
-        assert family.type == metric.kind and family.documentation == metric.help
-        assert (metric.kind == "counter") == metric.name.endswith("_total")
+    assert set(_exposed()) == {f"legroom_{name}" for name in METRICS}
+    for name, (kind, text) in METRICS.items():
+        family = families[f"legroom_{name.removesuffix('_total')}"]
+        assert family.type == kind and family.documentation == text
+        assert (kind == "counter") == name.endswith("_total")
     command = families["legroom_process_resident_memory_bytes"].samples[0]
     assert command.labels["command"] == EVIL and command.value == GB
     ratios = {s.labels["pool"]: s.value for s in families["legroom_pool_used_ratio"].samples}
@@ -84,9 +84,16 @@ def test_prometheus_can_read_every_metric() -> None:
 def test_units_are_base_units_and_names_follow_the_rules() -> None:
     import re
 
-    for metric in METRICS:
-        assert re.fullmatch(r"legroom_[a-z_]+[a-z]", metric.name)
-        assert not re.search(r"_(ms|kb|mb|gb|kib|mib|percent|minutes)(_|$)", metric.name)
+    for name in METRICS:
+        assert re.fullmatch(r"[a-z][a-z_]+[a-z]", name)
+        assert not re.search(r"_(ms|kb|mb|gb|kib|mib|percent|minutes)(_|$)", name)
+
+
+def test_entries_without_a_key_are_one_series() -> None:
+    entries = tuple(EntryRow("", "/data/x.h5", "inplace", size, None) for size in (3, 4))
+    moment = next(moments([sample(entries=entries)]))
+    (series,) = _families(metrics_text(moment, Totals()))["legroom_cache_entry_bytes"].samples
+    assert series.value == 7
 
 
 def test_what_is_unknown_is_left_out_and_processes_are_bounded() -> None:
@@ -154,6 +161,28 @@ def test_a_client_that_never_reads_does_not_delay_scrapes(served: Prometheus) ->
     finally:
         for one in idle:
             one.close()
+
+
+def test_clients_are_bounded(served: Prometheus) -> None:
+    served.show(_moment())
+    served._server.clients = threading.BoundedSemaphore(3)
+    parts = urlsplit(served.url)
+    idle = [socket.create_connection((parts.hostname, parts.port)) for _ in range(3)]  # accepted in this order
+    try:
+        assert _get(served.url)[0] == 503
+    finally:
+        for one in idle:
+            one.close()
+    deadline = time.monotonic() + 60
+    while _get(served.url)[0] != 200:
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("where", ["no.such.host.invalid:9464", "203.0.113.7:9464"])
+def test_an_address_that_is_not_this_machine_s_is_reported_as_one(where: str) -> None:
+    with pytest.raises(CannotListen) as caught:
+        Prometheus(where)
+    assert "an address of this machine" in caught.value.fix[0]
 
 
 def test_a_port_in_use_is_reported() -> None:
@@ -383,6 +412,14 @@ def test_lines_show_samples_alarms_marks_and_a_summary() -> None:
     assert text.count("WARNING shm-nearly-full") == 1 and text.count("ended after") == 1
     assert told[-1].startswith("watched for 29 s; peaks: shm 90 MB of 100 MB") and told[-1].endswith("1 alarm")
     assert "swap" not in told[1]  # a machine without swap has nothing to say about it
+
+
+def test_a_note_is_written_once_also_when_it_comes_later() -> None:
+    told: list[str] = []
+    lines = TextOutput(told.append, History())
+    for moment in moments(sample(float(n), notes=() if n < 3 else ("a note",)) for n in range(6)):
+        lines.show(moment)
+    assert [n for n, line in enumerate(told) if line == "note: a note"] == [4]  # after the head and three samples
 
 
 def test_lines_list_the_five_largest_every_ten_seconds_and_at_an_alarm() -> None:

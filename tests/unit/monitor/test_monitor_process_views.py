@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from tests.unit.monitor.monitor_samples import sample as base_sample
@@ -10,7 +11,7 @@ from legroom.charts.drawing import svg
 from legroom.monitor import tui_lines
 from legroom.monitor.timeline import ProcessFrame, ProcessPoint, ProcessTimeline, Timeline, largest_pids, over_steps
 from legroom.monitor.tui import ScreenState, TerminalView
-from legroom.monitor.watch_log import moment_object, parse_sample
+from legroom.monitor.watch_log import json_line, parse_sample
 from legroom.monitor.watch_plot import kinds_chart, processes_chart, watch_page
 from legroom.records.watch_sample import Annotations, GrowthRow, Moment, ProcessRow, ProcessSteps, Sample
 
@@ -129,7 +130,7 @@ def test_steps_that_are_counted_anew_begin_anew() -> None:
 
 def test_steps_are_in_the_log() -> None:
     moment = _stepping(4)
-    assert parse_sample(moment_object(moment)).said.process_steps == (ProcessSteps(1, 12),)
+    assert parse_sample(json.loads(json_line(moment))).said.process_steps == (ProcessSteps(1, 12),)
 
 
 def test_a_process_that_grew_since_its_pss_was_read_counts_with_its_growth() -> None:

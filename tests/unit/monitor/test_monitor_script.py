@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from monitor_samples import sample
 
 import legroom
-from legroom.errors import BadDuration, UsageError
+from legroom.errors import BadDuration, CannotListen, UsageError
 from legroom.monitor.script_marks_and_steps import (
     AnnotationCollector,
     AnnotationFile,
@@ -103,6 +105,10 @@ def test_what_breaks_in_the_watch_never_reaches_the_training_run() -> None:
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least"):
         legroom.watch(interval=0.01)
+    with pytest.raises(CannotListen, match="invalid address"):
+        legroom.watch(prometheus="host:port")
+    with pytest.raises(UsageError, match="the command for alarms is empty"):
+        legroom.watch(on_alarm="")
     with pytest.raises(BadDuration):
         legroom.watch(interval="soon")
     with pytest.raises(UsageError), legroom.watch(log=tmp_path / "no" / "where"):
@@ -121,6 +127,18 @@ def test_alarms_reach_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
         _until(lambda: got)
         assert got[0].code == "shm-nearly-full" and w.alarms
     assert len([alarm for alarm in got if alarm.code == "shm-nearly-full"]) == 1
+
+
+def test_a_port_in_use_does_not_reach_the_training_run(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with socket.socket() as taken:  # by the watch of another rank
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = pytest.warns(RuntimeWarning, match=rf"no metrics are served: cannot listen on 127.0.0.1:{port} \(")
+        with told, legroom.watch(log=log, interval=0.1, prometheus=port) as w:
+            _until(lambda: w.latest)
+    assert list(read_samples(log, lambda text: None))
 
 
 def test_a_forked_child_leaves_the_watch_alone(tmp_path: Path) -> None:
@@ -217,6 +235,40 @@ def test_boards_of_the_dead_are_cleared_away() -> None:
     (place / f"{above_every_pid}.json").write_text("{}")
     AnnotationFile(Host()).close()
     assert list(place.iterdir()) == []
+
+
+def test_a_file_of_another_pid_namespace_is_neither_read_nor_removed() -> None:
+    place = annotation_directory(Host(), create=True)
+    assert place is not None
+    above_every_pid, us = (1 << 22) + 1, os.getpid()
+    data = {"schema": "legroom.said/1", "components": {}, "phase": "of a container", "marks": [], "steps": 1}
+    for name in (above_every_pid, us):
+        (place / f"{name}.json").write_text(json.dumps({**data, "namespace": "pid:[1]"}))
+    (place / f"{above_every_pid}.json.0a.part").write_text("{")  # being written
+    (place / f"{above_every_pid}.json.0b.part").write_text("{")
+    os.utime(place / f"{above_every_pid}.json.0b.part", (1.0, 1.0))
+    assert AnnotationReader(Host()).read(0.0, [us]) == Annotations()
+    AnnotationFile(Host()).close()
+    assert sorted(path.name for path in place.iterdir()) == [
+        f"{above_every_pid}.json",
+        f"{above_every_pid}.json.0a.part",
+    ]
+
+
+def test_long_marks_reach_another_process_cut() -> None:
+    file, collector = AnnotationFile(Host()), AnnotationCollector()
+    for number in range(40):
+        collector.mark(f"{number} " + "\U0001f600" * 5000)
+    file.write(collector.collect())
+    found = AnnotationReader(Host()).read(0.0, [os.getpid()])
+    file.close()
+    assert found.phase == "39 " + "\U0001f600" * 997
+
+
+def test_bytes_may_be_integers_of_numpy() -> None:
+    collector = AnnotationCollector()
+    collector.component(data=np.int64(5))  # type: ignore[arg-type]
+    assert json.dumps(dict(collector.collect().components)) == '{"data": 5}'
 
 
 def test_pace() -> None:

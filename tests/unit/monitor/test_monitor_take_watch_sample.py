@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -25,8 +26,8 @@ from legroom.monitor.take_watch_sample import RateLimit, Sampler
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, status_of
-from legroom.records.machine import Gpu, GpuProcess, Gpus, Process
-from legroom.records.watch_sample import Sample
+from legroom.records.machine import Gpu, GpuProcess, Gpus, Pool, Process
+from legroom.records.watch_sample import GroupRow, Sample
 
 
 class Clock:
@@ -144,6 +145,42 @@ def test_gpus_are_queried_within_their_time_budget_and_joined_by_pid(
     sampler.close()
 
 
+def test_a_disk_or_driver_that_does_not_answer_delays_no_sample(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.process(20)
+    module, answer, clock = "legroom.monitor.take_watch_sample", threading.Event(), Clock()
+    card = Gpu(0, "card", "uuid", 80 * MB, 8 * MB, 72 * MB, ())
+    monkeypatch.setattr(f"{module}.gpus", lambda host: answer.wait(60) and Gpus((card,), 1, "580", "NVML"))
+    monkeypatch.setattr(f"{module}.disk_pool", lambda disks: answer.wait(60) and Pool("disk", 8, 6, 2, "test"))
+    monkeypatch.setattr(f"{module}._FIRST_PATIENCE", 0.01, raising=False)
+    sampler = Sampler(process_tree(20, ProcessTable(machine.host).refresh()), host=machine.host, clock=clock)
+
+    def pools() -> dict[str, tuple[int | None, str | None]]:
+        clock.now += 60
+        return {one.name: (one.used, one.reason) for one in _take(sampler).pools if one.name in ("disk", "gpu0")}
+
+    assert pools() == {"disk": (None, "no answer yet")}
+    answer.set()
+    deadline = time.monotonic() + 60
+    while pools() != {"disk": (6, None), "gpu0": (8 * MB, None)}:
+        assert time.monotonic() < deadline
+    answer.clear()
+    pools()  # both are due again
+    assert set(pools().values()) == {(None, "no answer for more than 10 s")}
+    answer.set()
+    sampler.close()
+
+
+def test_an_answer_of_another_version_is_unknown_and_ends_no_watch(machine: FakeMachine) -> None:
+    machine.process(20)
+    unreadable: dict[str, tuple[GroupRow, ...]] = {}
+    selection = process_tree(20, ProcessTable(machine.host).refresh())
+    sampler = Sampler(selection, host=machine.host, groups=lambda: unreadable["trainers"], entries=lambda: ())
+    assert (_take(sampler).groups, _take(sampler).entries) == (None, ())
+    sampler.close()
+
+
 class _Nvml:
     def __init__(self, works: bool = True) -> None:
         self.count, self.works = 0, works
@@ -220,6 +257,16 @@ def test_mine_is_by_user(machine: FakeMachine) -> None:
     machine.uid = None  # type: ignore[assignment]
     with pytest.raises(UsageError):
         user_processes(machine.host)
+
+
+def test_this_process_is_left_out_by_its_pid_in_the_proc_that_is_read(machine: FakeMachine) -> None:
+    there = _everybody((1, 0), (20, 1), (4711, 1), (os.getpid(), 20))
+    host, proc = machine.host, machine.root / "proc"
+    (proc / "self").rename(proc / "4711")
+    (proc / "self").symlink_to("4711")  # in a container, with the /proc of the machine under --root
+    for targets in (process_tree(20, there, host), matching_processes(host, "python 20", there)):
+        assert targets.choose(there) == sorted({20, os.getpid()})
+    assert {os.getpid(), 4711} - set(user_processes(host).choose(there)) == {4711}
 
 
 def test_rings_of_reused_numbers_do_not_hang() -> None:

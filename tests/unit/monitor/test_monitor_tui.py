@@ -332,10 +332,40 @@ def test_what_is_kept_is_bounded() -> None:
     for sample in samples(3000):
         terminal.show(Moment(replace(sample, processes=rows_)))
     assert terminal.kept <= 800
-    kept = [terminal.snapshot(back).moment for back in range(terminal.kept)]
+    kept, when = [], None
+    for _ in range(terminal.kept):
+        kept.append(terminal.snapshot(when).moment)
+        when = terminal.moved(when, 1)
     assert sum(len(one.sample.processes) for one in kept if one is not None) < 160 * 100 + 640 * 30
     assert len({one.sample.clock for one in kept if one is not None}) == terminal.kept
-    assert terminal.snapshot(10**6).moment is not None
+    assert terminal.snapshot(-1e9).moment is not None
+
+
+def test_an_older_moment_stays_while_the_ones_before_it_are_thinned_out() -> None:
+    terminal = TerminalView()
+    state, taken = ScreenState(terminal), samples(1700)
+    for _, sample in zip(range(1500), taken, strict=False):
+        terminal.show(Moment(sample))
+    state.lines(80)
+    state.look_back(300)
+    shown = state.lines(80)["head"][0].plain.split()[-1]
+    for sample in taken:
+        terminal.show(Moment(sample))
+        if state.changed():
+            now = state.lines(80)["head"][0].plain.split()[-1]
+    assert abs(_seconds(now) - _seconds(shown)) <= 16  # one in 16 is kept of that time by now
+
+
+def _seconds(clock: str) -> int:
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def test_notes_of_the_newest_sample_are_shown() -> None:
+    terminal = TerminalView()
+    terminal.show(Moment(replace(next(samples(1)), notes=("whether workers copy is unknown",))))
+    parts = ScreenState(terminal).lines(80)
+    assert parts["facts"][-1].plain == "note: whether workers copy is unknown"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

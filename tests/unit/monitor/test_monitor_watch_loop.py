@@ -91,6 +91,20 @@ def test_an_output_that_is_not_read_loses_samples_and_delays_none(monkeypatch: p
     assert said == ["7 readings dropped: the output is not read fast enough"]
 
 
+def test_dropped_readings_are_reported_at_the_end_where_the_reader_stays_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_loop, "_MOST_WAITING", 3)
+    monkeypatch.setattr(watch_loop, "_LAST_WAIT", 0.1)
+    stuck, said, stop = Unread(), list[str](), StopEvent()
+    output = BackgroundOutput(stuck, stop, said.append)
+    for moment in moments(9):
+        output.show(moment)
+        assert stuck.begun.wait(60)  # the first is being written, three wait
+    stop.set()
+    output.close()
+    stuck.read.set()
+    assert said == ["5 readings dropped: the output is not read fast enough"]
+
+
 def test_a_stopped_watch_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_loop, "_LAST_WAIT", 0.1)
     unread, stop = Unread(), StopEvent()

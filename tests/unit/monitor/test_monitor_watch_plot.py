@@ -41,7 +41,6 @@ def test_a_time_series_is_bounded_and_loses_no_peak() -> None:
     assert points[-RECENT:] == [
         PoolPoint(float(place), used[place], 10_000) for place in range(20_000 - RECENT, 20_000)
     ]
-    assert series.last(3) == points[-3:]
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 50)), max_size=60))

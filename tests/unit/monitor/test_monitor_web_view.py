@@ -194,14 +194,15 @@ def test_foreign_hosts_are_refused(web: WebView) -> None:
             assert status == 421 and b"<html" not in body
 
 
-def test_names_when_another_address_was_asked_for() -> None:
-    names = AllowedHosts("0.0.0.0", full_name=lambda: "node7.lab.example")
+def test_names_when_another_address_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7.lab.example")
+    names = AllowedHosts("0.0.0.0", "0.0.0.0")
     for host in ("192.168.1.5:80", "[fe80::1]:80", "localhost", socket.gethostname(), "node7.lab.example:9465"):
         assert names.allow(host), host
     for host in ("evil.example", "node7.evil.example", "1.2.3.4.evil.example", "", None, "999.1.1.1"):
         assert not names.allow(host), host
-    assert AllowedHosts("watch.lab", full_name=lambda: "x").allow("WATCH.lab")
-    assert not AllowedHosts("::1").allow("192.168.1.5")
+    assert AllowedHosts("watch.lab", "10.0.0.7").allow("WATCH.lab")
+    assert not AllowedHosts("::1", "::1").allow("192.168.1.5")
 
 
 @pytest.mark.parametrize(
@@ -280,6 +281,18 @@ def test_many_processes_and_a_long_watch_are_cut_down() -> None:
     assert feed.event("story")[1] is event  # encoded once, for whoever asks
 
 
+def test_what_processes_take_in_all_is_the_same_in_the_history_and_in_later_events() -> None:
+    feed = EventFeed()
+    rows = tuple(ProcessRow(pid, 1, "worker", pid * MB, 0, pss=pid * MB, pss_at=0.0) for pid in range(1, 301))
+    for sample in samples(3):
+        feed.add(Moment(replace(sample, processes=rows)))
+    story, moment = (json.loads(feed.event(kind)[1].decode().split("data: ", 1)[1]) for kind in ("story", "moment"))
+    whole = sum(row.rss or 0 for row in rows)
+    for _, _, points, others in story["process_courses"]:
+        assert len(points) == 16 and sum(point[1] for point in points) + others == whole
+    assert sum(row["pss"] for row in moment["processes"]) + moment["others"] == whole
+
+
 # Clients of every kind.
 
 
@@ -322,7 +335,7 @@ def test_there_may_be_only_so_many(web: WebView, monkeypatch: pytest.MonkeyPatch
 
 
 def test_connections_that_send_nothing_are_bounded(web: WebView) -> None:
-    web.clients = threading.BoundedSemaphore(3)
+    web._server.clients = threading.BoundedSemaphore(3)
     with ExitStack() as stack:
 
         def full() -> bool:

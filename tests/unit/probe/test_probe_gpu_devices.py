@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus, module_version
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlError, call
-from legroom.records.machine import Gpu, Gpus
+from legroom.probe.snapshot import snapshot
+from legroom.records.machine import Gpu, GpuProcess, Gpus
 
 GIB = 1 << 30
 RESERVED = 600 << 20
@@ -450,3 +451,11 @@ def test_pools_are_numbered_and_carry_their_reasons() -> None:
 def test_bindings_that_lack_a_question_are_too_old() -> None:
     with pytest.raises(NvmlError, match="nvmlNoSuchThing"):
         call(SimpleNamespace(), "nvmlNoSuchThing")
+
+
+def test_processes_of_a_snapshot_have_their_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = (GpuProcess(8101, 3 * GIB, "python"), GpuProcess(8102, None, "python"), GpuProcess(8103, GIB, None))
+    cards = tuple(Gpu(n, "card", f"uuid{n}", 80 * GIB, 8 * GIB, 72 * GIB, users) for n in range(2))
+    monkeypatch.setattr("legroom.probe.snapshot.gpus", lambda host: Gpus(cards, 2, "580", "NVML"))
+    machine = snapshot(Host.at(TREES / "bare-v2"))
+    assert {one.pid: one.gpu for one in machine.processes if one.gpu is not None} == {8101: 6 * GIB}

@@ -13,7 +13,7 @@ import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import fds_pool, limits, pinned_pool
-from legroom.records.machine import Limits, Pool, Process
+from legroom.records.machine import Limits, Pool
 
 TREES = Path(__file__).parents[2] / "trees"
 RAM = Pool("ram", 8 << 30, 3 << 30, 5 << 30, "/proc/meminfo")
@@ -108,31 +108,12 @@ def test_descriptors_are_each_processs_own() -> None:
     )
 
 
-def test_descriptors_of_a_named_process() -> None:
-    trainer = Process(pid=7, parent=1, command="python", uid=0, fds=500, fd_limit=512)
-    pool = fds_pool(bounds(), trainer)
-    assert (pool.size, pool.used, pool.free, pool.reason) == (512, 500, 12, None)
-    assert "/proc/7/fd" in pool.source
-    over = fds_pool(bounds(), Process(pid=7, parent=1, command="", uid=0, fds=2000))  # a limit lowered later
-    assert (over.size, over.used, over.free) == (1024, 2000, 0)
-    hidden = fds_pool(bounds(), Process(pid=7, parent=1, command="", uid=0))
-    assert hidden.used is hidden.free is None and "process 7" in (hidden.reason or "")
-    endless = fds_pool(bounds(nofile_soft=None, reason="why"), Process(pid=7, parent=1, command="", uid=0, fds=3))
-    assert (endless.size, endless.used, endless.free, endless.reason) == (None, 3, None, "why")
-
-
 def test_pinned_memory_comes_out_of_ram() -> None:
     pool = pinned_pool(RAM, bounds())
     assert (pool.name, pool.size, pool.used, pool.free) == ("pinned", RAM.size, None, RAM.free)
     assert "/proc/meminfo" in pool.source
     assert "64 KB" in (pool.reason or "") and "does not limit" in (pool.reason or "")
     assert "no RLIMIT_MEMLOCK" in (pinned_pool(RAM, bounds(memlock_soft=None)).reason or "")
-
-
-def test_a_kernels_count_of_pinned_pages_is_a_least_amount() -> None:
-    pool = pinned_pool(RAM, bounds(), pinned=1 << 20)
-    assert pool.used == 1 << 20 and "lower bound" in (pool.reason or "")
-    assert pinned_pool(RAM, bounds(), pinned=0).used is None  # CUDA's pages are not in that count: 0 proves nothing
 
 
 def test_unknown_ram_is_unknown_pinned() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.ram_swap_and_pressure import amount, memory, ram_pool
+from legroom.probe.ram_swap_and_pressure import memory, ram_pool
 from legroom.records.machine import CgroupLevel, Memory, MemoryEvents
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -312,7 +312,9 @@ def test_no_content_raises(files: dict[str, bytes], layout: tuple[bytes, str]) -
 
 @given(st.integers() | st.none() | st.text() | st.floats())
 def test_an_amount_is_a_number_a_counter_can_hold(value: object) -> None:
-    assert amount(value) is None or (amount(value) == value and 0 <= amount(value) < 1 << 64)  # type: ignore[operator]
+    host = FakeHost(files={"/n": f"{value}", "/t": f"x {value}\ny {value} kB\n"})
+    for found, unit in ((host.number("/n"), 1), (host.table("/t").get("x"), 1), (host.table("/t").get("y"), 1024)):
+        assert found is None or (found == int(str(value)) * unit and 0 <= found < 1 << 64)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

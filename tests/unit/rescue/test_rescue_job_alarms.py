@@ -82,7 +82,7 @@ def test_the_report_keeps_and_draws_them() -> None:
     attempt = Attempt(1, ("x",), LoaderSettings(), ExitStatus(0), 20.0, readings=readings, alarms=(alarm, alarm))
     run = SupervisedRun(("x",), (attempt,), 0.0, "a process group")
     kept = run_object(run)["attempts"][0]["alarms"]
-    assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2
+    assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, (1,))] * 2
     shown = run_page(run)
     assert "ram full, from pid 1 (&lt;b&gt;)" in shown
     assert ">1–2</text>" in shown  # two of one moment share a label

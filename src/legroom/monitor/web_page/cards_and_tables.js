@@ -103,37 +103,34 @@ export function script(said) {
   byId("components").closest("table").hidden = !parts.length;
 }
 
+const td = (text, className = "") => make("td", {className, textContent: String(text)});
+const tr = (...cells) => make("tr", {}, ...cells);
+
 export function entries(list) {
   byId("no-entries").hidden = Boolean(list && list.length);
   byId("no-entries").textContent = list === null ? "not read" : "none";
   byId("cache").hidden = !(list && list.length);
-  byId("entries").replaceChildren(...(list ?? []).map((one) => make("tr", {},
-    make("td", {className: "command", textContent: one.source}),
-    make("td", {className: "number", textContent: size(one.bytes)}),
-    make("td", {textContent: one.backing}),
-    make("td", {textContent: one.in_use === null ? "unknown" : one.in_use ? "yes" : "no"}))));
+  byId("entries").replaceChildren(...(list ?? []).map((one) => tr(td(one.source, "command"),
+    td(size(one.bytes), "number"), td(one.backing), td(one.in_use === null ? "unknown" : one.in_use ? "yes" : "no"))));
 }
 
 // Copies in GPU memory, with the processes that use them.
 export function gpuCopies(list) {
   byId("gpu-copies").hidden = !(list && list.length);
-  byId("gpu-copy-rows").replaceChildren(...(list ?? []).map((one) => make("tr", {},
-    make("td", {className: "command", textContent: one.name}),
-    make("td", {className: "number", textContent: size(one.bytes)}),
-    make("td", {textContent: `GPU-${one.gpu.slice(0, 8)}`}),
-    make("td", {textContent: one.users.join(", ")}))));
+  byId("gpu-copy-rows").replaceChildren(...(list ?? []).map((one) => tr(td(one.name, "command"),
+    td(size(one.bytes), "number"), td(`GPU-${one.gpu.slice(0, 8)}`), td(one.users.join(", ")))));
 }
 
 // Groups that share batches: the producer with its window, then its trainers.
 export function groups(list) {
   byId("groups").hidden = !(list && list.length);
-  const cell = (text, number) => make("td", {className: number ? "number" : "command", textContent: String(text)});
+  const text = (words) => td(words, "command"), number = (count) => td(count, "number");
   byId("group-rows").replaceChildren(...(list ?? []).flatMap((one) => [
-    ...(one.producer === null ? [] : [make("tr", {}, cell(one.name), cell(`${one.producer} makes the batches`),
-      cell(one.error ?? `${one.batches} of ${one.most_batches} batches ready, ${size(one.bytes)}`),
-      cell("", true), cell("", true), cell("", true))]),
-    ...one.trainers.map((who) => make("tr", {}, cell(one.name), cell(`${who.pid} ${who.command}`), cell(who.state),
-      cell(who.behind ?? "–", true), cell(who.shared, true), cell(who.made_itself, true)))]));
+    ...(one.producer === null ? [] : [tr(text(one.name), text(`${one.producer} makes the batches`),
+      text(one.error ?? `${one.batches} of ${one.most_batches} batches ready, ${size(one.bytes)}`),
+      number(""), number(""), number(""))]),
+    ...one.trainers.map((who) => tr(text(one.name), text(`${who.pid} ${who.command}`), text(who.state),
+      number(who.behind ?? "–"), number(who.shared), number(who.made_itself)))]));
 }
 
 // Processes, sorted by what they hold.
@@ -209,5 +206,6 @@ export function processes(now, sorting, open) {
 
 export function cost(now) {
   byId("cost").textContent = `a sample every ${now.interval} s` +
-    (now.cost === null ? "" : `, ${(now.cost * 1000).toFixed(1)} ms of CPU each`) + "; units are powers of 1024";
+    (now.cost === null ? "" : `, ${(now.cost * 1000).toFixed(1)} ms of CPU each`) + "; units are powers of 1024" +
+    now.notes.map((note) => `; note: ${note}`).join("");
 }

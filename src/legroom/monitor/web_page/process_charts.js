@@ -10,7 +10,7 @@ const KINDS = [["anonymous", 2], ["shared memory", 4], ["files", 3], ["swap", 5]
 const byId = (id) => document.getElementById(id);
 let frames = [], opened = null;
 
-// The same as in process_timeline.py: PSS with what RssAnon changed since, and swap; anonymous memory before PSS is read.
+// The same as in timeline.py: PSS with what RssAnon changed since, and swap; anonymous memory before PSS is read.
 const taken = (row) => ((row.pss === null ? row.rss_anon : null) ?? pssEstimate(row) ?? 0) + (row.swap ?? 0);
 const point = (row, steps) => [row.pid, taken(row), row.rss_anon, row.rss_file, row.rss_shmem, row.swap, steps.get(row.pid) ?? null];
 
@@ -19,14 +19,14 @@ export function begin(story) { frames = story ?? []; }
 export function add(moment) {
   const used = moment.pools.find((pool) => pool.name === "ram")?.used ?? null;
   const steps = new Map((moment.said.process_steps ?? []).map((one) => [one.pid, one.steps]));
-  frames.push([moment.when, used, moment.processes.map((row) => point(row, steps))]);
+  frames.push([moment.when, used, moment.processes.map((row) => point(row, steps)), moment.others]);
   if (frames.length > MOST_FRAMES) frames = frames.filter((_, at) => at >= MOST_FRAMES / 2 || at % 2 === 0);
 }
 
 export function open(pid) { opened = pid; }
 export const isOpen = (pid) => opened === pid;
 
-// The samples of one process by its steps, as over_steps in process_timeline.py does it; null where they are not known.
+// The samples of one process by its steps, as over_steps in timeline.py does it; null where they are not known.
 function overSteps(points) {
   const all = points.map((one, at) => [at, one?.[6] ?? null]).filter((one) => one[1] !== null);
   const known = all.slice(Math.max(0, all.findLastIndex((one, at) => at && one[1] < all[at - 1][1])));
@@ -91,7 +91,7 @@ export function show(now, span) {
   const byPid = seen.map((frame) => new Map(frame[2].map((one) => [one[0], one])));
   const layers = largest.map((pid) => ({name: `pid ${pid} ${(commands.get(pid) ?? "(ended)").slice(0, 90)}`,
     values: byPid.map((found) => found.get(pid)?.[1] ?? null)}));
-  const rest = seen.map((frame) => frame[2].reduce((sum, one) => sum + (largest.includes(one[0]) ? 0 : one[1]), 0));
+  const rest = seen.map((frame) => frame[2].reduce((sum, one) => sum + (largest.includes(one[0]) ? 0 : one[1]), frame[3]));
   if (rest.some((value) => value)) layers.push({name: "other watched processes", values: rest});
   stacked(byId("process-chart"), byId("process-legend"), `memory of ${peaks.size} processes over time`, times, layers,
     seen.map((frame) => frame[1]), clockTimes(times));
