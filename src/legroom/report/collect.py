@@ -14,10 +14,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from legroom.advice.choose_settings import safe_settings
 from legroom.advice.findings import findings
@@ -68,9 +68,11 @@ def collect(attachments: Attachments, host: Host | None = None) -> Collected:
         Part("settings.json", say("environment variables LEGROOM_*"), settings(recorder.env)),
     ]
     if recorder.live:
-        parts += _tried(
-            "cache.json", say("entries of the shared cache"), lambda: _cache(found), left_out
-        )  # fmt: skip
+        try:
+            parts.append(Part("cache.json", say("entries of the shared cache"), _cache(found)))
+        except (LegroomError, OSError) as problem:
+            why = problem.what if isinstance(problem, LegroomError) else problem.strerror or str(problem)
+            left_out.append(say("{name}: {why}", name="cache.json", why=why))
     for path, text in recorder.tree().items():
         parts.append(Part(MACHINE + path, say("file read by the probes"), text, addresses=path != "/recording.json"))
     sources = tuple(source for entry in found for source in entry.sources)
@@ -146,15 +148,6 @@ def _entry(entry: Entry) -> dict[str, Any]:
     return whole
 
 
-def _tried(name: str, about: str, read: Callable[[], Any], left_out: list[str]) -> list[Part]:
-    try:
-        return [Part(name, about, read())]
-    except (LegroomError, OSError) as problem:
-        what = problem.what if isinstance(problem, LegroomError) else os.strerror(problem.errno or 0)
-        left_out.append(say("{name}: {why}", name=name, why=what))
-        return []
-
-
 # The recording.
 
 LONGEST = 128 << 10  # characters of one file: mounts of a machine with a thousand containers
@@ -185,6 +178,16 @@ class RecordedAnswers:
     rlimits: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
+Answer = TypeVar("Answer")
+
+
+def _noted(answers: dict[str, Answer], key: str, answer: Answer | None) -> Answer | None:
+    """The answer, kept if there is one."""
+    if answer is not None:
+        answers[key] = answer
+    return answer
+
+
 @dataclass(frozen=True)
 class RecordingHost(Host):
     """A host that records what is read from it."""
@@ -209,22 +212,13 @@ class RecordingHost(Host):
         return found
 
     def disk_space(self, path: str) -> DiskSpace | None:
-        found = super().disk_space(path)
-        if found is not None:
-            self.answers.rooms[path] = found
-        return found
+        return _noted(self.answers.rooms, path, super().disk_space(path))
 
     def owner_mode(self, path: str) -> tuple[int, int] | None:
-        found = super().owner_mode(path)
-        if found is not None:
-            self.answers.owners[path] = found
-        return found
+        return _noted(self.answers.owners, path, super().owner_mode(path))
 
     def rlimit(self, name: str) -> tuple[int, int] | None:
-        found = super().rlimit(name)
-        if found is not None:
-            self.answers.rlimits[name] = found
-        return found
+        return _noted(self.answers.rlimits, name, super().rlimit(name))
 
     def tree(self) -> dict[str, str]:
         """The recording: the text of each path, with ``recording.json``."""
