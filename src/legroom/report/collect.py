@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -284,11 +285,11 @@ _RUN = "legroom.run/1"
 def attached_parts(attachments: Attachments, machine: Machine) -> Iterator[Part]:
     """The parts from these files; an error where one of them is something else."""
     if attachments.log is not None:
-        facts = read_log(attachments.log)
-        evidence = Evidence(log=facts)
+        end = log_end(_end(attachments.log, LOG_END))  # refuses a pipe, which could not be read twice
+        evidence = Evidence(log=read_log(attachments.log))
         verdict = with_fixes(classify(evidence), evidence, machine)
         yield Part("explain.json", say("diagnosis of the failure, from the log"), verdict_object(verdict))
-        yield Part("training.log", say("the end of the training log"), log_end(_end(attachments.log, LOG_END)))
+        yield Part("training.log", say("the end of the training log"), end)
     if attachments.run is not None:
         yield Part("run.json", say("the report of legroom run"), run_report(attachments.run))
     if attachments.watch is not None:
@@ -362,6 +363,8 @@ def watch_end(path: str) -> dict[str, Any]:
 def _end(path: str, keep: int) -> bytes:
     """The last bytes of a file."""
     try:
+        if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
+            raise ValueError(say("not a regular file"))  # opening a FIFO waits for a writer, and a device has no end
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - keep))
