@@ -289,6 +289,7 @@ def growth_chart(
 ) -> Drawing:
     """The pool's use as a grey line, what each site has added as coloured ones, all from zero at the first step."""
     label = say("{pool} over steps, and what makes it grow", pool=pool)
+    lines = lines[: len(_GROWTH_COLOURS)]
     height = _GROWTH_TOP + _GROWTH_PANEL + _GROWTH_FOOT + _GROWTH_LEGEND * (len(lines) + 1)
     if len(points) < 2:
         return Drawing(_WIDTH, 60, label, (Text(20, 34, say("no readings")),))

@@ -15,6 +15,7 @@ from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.option_names import translated
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
+from legroom.records.finding_and_alarm import heading
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from legroom.units import format_duration, format_size
 
@@ -191,7 +192,7 @@ def doctor_text(found: Sequence[NodeAnswer]) -> str:
             lines += _error_lines(one.error)
         for finding in one.answer.get("findings", ()):
             if finding["severity"] != "info":
-                text = say("{severity}: {message} [{code}]", severity=finding["severity"],
+                text = say("{severity}: {message} [{code}]", severity=heading(finding["severity"]),
                            message=finding["message"], code=finding["code"])  # fmt: skip
                 lines.append(paragraph(text, "  ", "    "))
     return "\n".join(lines)
@@ -240,7 +241,7 @@ def _load_text(one: NodeLoad) -> str:
 
 
 def list_text(found: Sequence[NodeAnswer]) -> str:
-    """The entries by source, with the nodes that have each; then the nodes' free space."""
+    """The entries by source, with the nodes that have each; then the nodes that failed."""
     holders: dict[tuple[str, str, int], list[str]] = {}
     for one in found:
         for entry in one.answer.get("entries", ()):

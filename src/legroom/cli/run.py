@@ -203,8 +203,11 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
 
 def _writable(report: Path) -> None:
     """Refuse a report path that cannot be written before the job starts, not days later."""
+    from legroom.rescue.run_report import report_paths
+
     folder = report.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    targets = report_paths(report)
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or any(map(os.path.isdir, targets)):
         raise UsageError(
             say("cannot write {path}", path=report),
             why=say("it is a directory, or {folder} is not a writable directory", folder=folder),
