@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from legroom.cli.language_and_streams import for_drawing
-from legroom.cli.options import DURATION, SIZE, EntryName
+from legroom.cli.options import DURATION, SIZE, EntryName, require_options
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
@@ -161,9 +161,12 @@ def info(what: tuple[str, ...], as_json: bool) -> None:
     "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask for confirmation, also on a terminal.")
 @_json
-def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, as_json: bool) -> int:
+def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Remove entries; with --all, every unused one of all your projects.
+
+    On a terminal, --all asks for confirmation first; in a script or with --json it never does.
 
     Without --force, entries in use are kept. Exits 1 if an entry was kept, or if a FILE, ID or NAME is not loaded; the
     other entries are removed.
@@ -172,12 +175,26 @@ def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, as
 
     if bool(what) == everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
+    require_options({"yes": ("everything",)})
+    if everything and not (yes or dry_run or as_json) and sys.stdin.isatty() and sys.stdout.isatty():
+        found = remove(None, force=force, dry_run=True)
+        if found.entries and not _confirmed(found):
+            click.echo(say("nothing was removed"))
+            return 1
     gone = remove(what or None, force=force, dry_run=dry_run)
     if as_json:
         print_json("cache.drop", reaped_object(gone))
     else:
         click.echo(reaped_text(gone))
     return 1 if gone.kept or gone.missing else 0
+
+
+def _confirmed(found: Reaped) -> bool:
+    """Whether the user agrees to remove these entries; the end of the input is a no."""
+    entries = counted(len(found.entries), phrase("{count} entry"), phrase("{count} entries"))
+    question = say("Remove {entries} ({size})?", entries=entries, size=format_size(found.freed))
+    click.echo(f"{question} [y/N] ", nl=False)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @command.command()
