@@ -334,7 +334,7 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     for name, table in entry.tables.items():
         size = format_size(table.bytes)
         rows = counted(table.rows, phrase("{count} row"), phrase("{count} rows"))
-        told = say("{rows}: {columns}", rows=rows, columns=listed(map(shown, table.columns)))
+        told = say("{name}: {why}", name=rows, why=listed(map(shown, table.columns)))
         lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
     lines.append("  " + _state(entry))
     for user in entry.users or ():
@@ -417,7 +417,7 @@ def _size_and_store(entry: Entry) -> str:
 def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
     """One line about one load."""
     name = _source(entry) if entry.sources else entry.key
-    what = say("{name}: {size}", name=name, size=_size_and_store(entry))
+    what = say("{name}: {why}", name=name, why=_size_and_store(entry))
     if not built:
         return say("{what}, already in the cache ({time})", what=what, time=format_duration(seconds))
     rate = format_size(int(entry.bytes / seconds)) if seconds > 0 else "?"
@@ -490,7 +490,7 @@ def verified_line(result: Verification) -> str:
         say("copy intact") if result.whole else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
     )
     if result.entry.format == "frozen":
-        return say("{name}: {copy}", name=_named(result.entry), copy=copy)
+        return say("{name}: {why}", name=_named(result.entry), why=copy)
     source = {
         "same": say("source unchanged"),
         "changed": say("source CHANGED: {why}", why=result.source_why),

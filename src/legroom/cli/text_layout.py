@@ -75,6 +75,11 @@ def steps(fix: Iterable[str]) -> list[str]:
     return lines
 
 
+def message_printer(quiet: bool) -> Callable[[str], None]:
+    """Prints a message beside the output of a supervised command, on stderr; prints nothing if quiet."""
+    return lambda line: None if quiet else click.echo(f"legroom: {line}", err=True)
+
+
 def error_columns() -> int | None:
     """The columns for errors, as ``width``; None if stderr is not a terminal, where a search should find sentences."""
     return _clamped(columns_of(sys.stderr)) if sys.stderr.isatty() else None

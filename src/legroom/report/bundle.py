@@ -158,7 +158,10 @@ def _exists(path: str) -> UsageError:
 
 
 def _unwritable(path: str, problem: OSError) -> UsageError:
-    fix: tuple[str, ...] = (say("name a file in a directory that you can write to: --out /tmp/report.zip"),)
+    fix: tuple[str, ...] = (
+        say("choose a file in an existing directory that you can write to"),
+        "--out /tmp/report.zip",
+    )
     if problem.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
         folder = os.path.dirname(path) or "."
         fix = (say("the disk is full. Write to another disk: --out DIRECTORY/report.zip"), *free_disk(folder))

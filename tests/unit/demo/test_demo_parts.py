@@ -380,7 +380,7 @@ def test_a_killed_run_is_not_resumed_from_a_step_after_the_one_it_was_killed_at(
     demo.children = [child]
     child.start(tmp_path)
     try:
-        demo.until(lambda: child.last("step"), "its first message")
+        demo.until(lambda: child.last("step"))
         np.savez(checkpoint, step=45)
         rescue = demo._kill_and_resume(child)
     finally:
