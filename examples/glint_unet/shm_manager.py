@@ -56,7 +56,7 @@ def main() -> None:
     if wanted.list:
         sys.exit(legroom_cache("list", *([wanted.h5] if wanted.h5 else [])))
     # A file that was deleted may have left its copy behind, so it need not be there to be cleaned up after.
-    sys.exit(legroom_cache("drop", wanted.h5 if wanted.cleanup else "--all"))
+    sys.exit(legroom_cache("drop", *([wanted.h5] if wanted.cleanup else ["--all", "--yes"])))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def _bar_groups(result: Mapping[str, Any]) -> list[Shape]:
 
 def _groups(result: Mapping[str, Any]) -> list[tuple[str, list[_Bar]]]:
     memory, opening, loaders = result["memory"], result["opening"], result["loaders"]
-    names = {"torch": say("torch DataLoader"), "legroom": "Legroom", "batches": "data.batches"}
+    names = {"torch": say("torch's DataLoader"), "legroom": "Legroom", "batches": "data.batches"}
     groups: list[tuple[str, list[_Bar]]] = []
     if None not in memory.values():
         groups.append((say("Memory"), [
@@ -166,8 +166,8 @@ def _groups(result: Mapping[str, Any]) -> list[tuple[str, list[_Bar]]]:
         ]
         groups.append((say("Batches per second"), rates))
     if loaders["trials"] and result["shm_size"] is not None:
-        title = say("Crashes with {size} of /dev/shm", size=format_size(result["shm_size"]))
+        told = say("crashes with {size} of /dev/shm", size=format_size(result["shm_size"]))
         crashes = [(names[trial["loader"]], float(trial["died"]), say("{count} of 1", count=int(trial["died"])),
                     trial["loader"] != "torch") for trial in loaders["trials"]]  # fmt: skip
-        groups.append((title, crashes))
+        groups.append((told[:1].upper() + told[1:], crashes))
     return groups

@@ -38,6 +38,7 @@ _NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _TIME_STEPS = (
     1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800,
 )  # fmt: skip
+_TIMES = 8  # on an axis, at most
 _FONT = "system-ui,-apple-system,'Segoe UI','Noto Sans CJK SC','Microsoft YaHei',sans-serif"
 _DPI = 100  # of the drawing's pixels
 _SHARPER = 2  # pixels of the file for each
@@ -174,10 +175,10 @@ def y_axis(scale: Scale, ticks: Ticks, left: float, right: float) -> list[Shape]
     return shapes
 
 
-def time_ticks(first: float, last: float, most: int = 8) -> list[tuple[float, str]]:
+def time_ticks(first: float, last: float) -> list[tuple[float, str]]:
     """Round times since ``first`` and their labels."""
     span = last - first
-    step = next((step for step in _TIME_STEPS if span / step <= most), span / most)
+    step = next((step for step in _TIME_STEPS if span / step <= _TIMES), span / _TIMES)
     return [(first + step * n, since(first + step * n, first)) for n in range(int(span / step) + 1)]
 
 
@@ -326,7 +327,7 @@ def check_path(path: str | os.PathLike[str], kinds: Sequence[str]) -> Path:
         raise UsageError(
             say("cannot write {path}", path=target),
             why=say("it is a directory, or {folder} is not a directory that you can write to", folder=folder),
-            fix=(say("name a file in a directory that exists"),),
+            fix=(say("choose a file in an existing directory that you can write to"),),
         )
     if kind == ".png":
         _require_matplotlib()  # now, not after a long run

@@ -30,7 +30,7 @@ from legroom.messages import cut, say
 from legroom.records.watch_sample import AlarmSpan, Mark, PoolPoint
 from legroom.units import format_size
 
-_LEFT, _RIGHT, _TOP, _HEADER, _FOOT = 138, 64, 20, 38, 46
+_WIDTH, _LEFT, _RIGHT, _TOP, _HEADER, _FOOT = 900, 138, 64, 20, 38, 46
 _PANEL, _GAP, _LINE = 88, 24, 18
 _LISTED = 12  # alarms in words under the panels, at most
 _LONGEST_MARK = 24  # columns
@@ -44,7 +44,6 @@ def pool_chart(
     alarms: Sequence[AlarmSpan] = (),
     *,
     title: str = "",
-    width: int = 900,
     start: float | None = None,
     listed: bool = True,
 ) -> Drawing:
@@ -55,17 +54,16 @@ def pool_chart(
         marks: Vertical lines with a text, for moments such as the start of an epoch.
         alarms: Coloured bands with a number, explained under the panels.
         title: A heading above the panels.
-        width: Pixels.
         start: Where the time axis begins; the first point, if not given.
         listed: Whether the alarms are explained under the panels.
     """
     label = say("Use of each resource over time")
     drawn = {name: points for name, points in pools.items() if points}
     if not drawn:
-        return Drawing(width, 60, label, (Text(20, 34, say("no readings")),))
+        return _nothing(label)
     times = [point.when for points in drawn.values() for point in (points[0], points[-1])]
     first = min(times) if start is None else start
-    scale = Scale(first, max(*times, first + 1.0), _LEFT, width - _RIGHT)
+    scale = Scale(first, max(*times, first + 1.0), _LEFT, _WIDTH - _RIGHT)
     shapes: list[Shape] = [Text(12, 20, title, 13, bold=True)] if title else []
     numbered = list(enumerate(alarms, 1))
     if listed:
@@ -83,7 +81,11 @@ def pool_chart(
     if listed and alarms:
         shapes += _alarm_list(numbered, len(alarms), scale, height + _LINE)
         height += (len(numbered) + (len(alarms) > len(numbered))) * _LINE + 12
-    return Drawing(width, height, label, tuple(shapes))
+    return Drawing(_WIDTH, height, label, tuple(shapes))
+
+
+def _nothing(label: str) -> Drawing:
+    return Drawing(_WIDTH, 60, label, (Text(20, 34, say("no readings")),))
 
 
 def amount(pool: str, count: int) -> str:
@@ -217,7 +219,6 @@ def stacked_chart(
     times: Sequence[float],
     layers: Sequence[Layer],
     *,
-    width: int = 900,
     whole: Sequence[float | None] = (),
     whole_name: str = "",
     start: float | None = None,
@@ -228,13 +229,13 @@ def stacked_chart(
     ``steps``: the times are numbers of training steps.
     """
     if len(times) < 2 or not layers:
-        return Drawing(width, 60, title, (Text(20, 34, say("no readings")),))
+        return _nothing(title)
     sums = [sum(layer.values[at] or 0 for layer in layers) for at in range(len(times))]
     top = max(1.0, *sums, *(value or 0 for value in whole)) * 1.05
-    x = Scale(times[0] if start is None else start, max(times[-1], times[0] + 1), _LEFT, width - _RIGHT)
+    x = Scale(times[0] if start is None else start, max(times[-1], times[0] + 1), _LEFT, _WIDTH - _RIGHT)
     y = Scale(0, top, _STACK_TOP + _STACK_PANEL, _STACK_TOP)
-    ticks = [(value, format_size(int(value)) if value else "0") for value, _ in round_ticks(top, str, 5, base=2)]
-    shapes: list[Shape] = [Text(12, 22, title, 13, bold=True), *y_axis(y, ticks, _LEFT, width - _RIGHT)]
+    ticks = round_ticks(top, format_size, 5, base=2)
+    shapes: list[Shape] = [Text(12, 22, title, 13, bold=True), *y_axis(y, ticks, _LEFT, _WIDTH - _RIGHT)]
     if steps:
         ticks = [one for one in round_ticks(x.last, str) if one[0] >= x.first]
         shapes += x_axis(x, ticks, _STACK_TOP + _STACK_PANEL, say("steps"))
@@ -261,17 +262,13 @@ def stacked_chart(
         ]
         foot_y += _STACK_LEGEND
     for name, colour in reversed(named):  # in the order of the layers on the page, the highest first
-        shapes.append(
-            Polygon(
-                ((_LEFT, foot_y - 9), (_LEFT + 14, foot_y - 9), (_LEFT + 14, foot_y), (_LEFT, foot_y)), colour, 0.75
-            )
-        )
+        shapes.append(Polygon(box(_LEFT, foot_y - 9, 14, 9), colour, 0.75))
         shapes.append(Text(_LEFT + 22, foot_y, cut(name, _LONGEST)))
         foot_y += _STACK_LEGEND
-    return Drawing(width, foot_y, title, tuple(shapes))
+    return Drawing(_WIDTH, foot_y, title, tuple(shapes))
 
 
-_WIDTH, _GROWTH_LEFT, _GROWTH_RIGHT, _GROWTH_TOP, _GROWTH_PANEL, _GROWTH_FOOT = 900, 96, 24, 44, 240, 52
+_GROWTH_LEFT, _GROWTH_RIGHT, _GROWTH_TOP, _GROWTH_PANEL, _GROWTH_FOOT = 96, 24, 44, 240, 52
 _GROWTH_COLOURS = ("critical", "blue", "warning", "shade3", "shade1", "grey")
 _GROWTH_LEGEND, _LONGEST_GROWTH = 20, 100
 
@@ -289,9 +286,10 @@ def growth_chart(
 ) -> Drawing:
     """The pool's use as a grey line, what each site has added as coloured ones, all from zero at the first step."""
     label = say("{pool} over steps, and what makes it grow", pool=pool)
+    lines = lines[: len(_GROWTH_COLOURS)]
     height = _GROWTH_TOP + _GROWTH_PANEL + _GROWTH_FOOT + _GROWTH_LEGEND * (len(lines) + 1)
     if len(points) < 2:
-        return Drawing(_WIDTH, 60, label, (Text(20, 34, say("no readings")),))
+        return _nothing(label)
     low = min(value for _, value in points)
     whole = [(x, value - low) for x, value in points]
     first, last = points[0][0], points[-1][0]
@@ -300,13 +298,12 @@ def growth_chart(
         Scale(first, max(last, first + 1), _GROWTH_LEFT, _WIDTH - _GROWTH_RIGHT),
         Scale(0, top, _GROWTH_TOP + _GROWTH_PANEL, _GROWTH_TOP),
     )
-    ticks = [(value, format_size(int(value)) if value else "0") for value, _ in round_ticks(top, str, base=2)]
     steps = round_ticks(last, str) if per == "step" else round_ticks(last, lambda count: f"{count} s")
     counted = say("steps") if per == "step" else say("time")
     shapes: list[Shape] = [
         Text(12, 22, say("{pool}: growth since the first reading ({size} then)", pool=pool, size=format_size(int(low))),
              13, bold=True),
-        *y_axis(y, ticks, _GROWTH_LEFT, _WIDTH - _GROWTH_RIGHT),
+        *y_axis(y, round_ticks(top, format_size, base=2), _GROWTH_LEFT, _WIDTH - _GROWTH_RIGHT),
         *x_axis(x, [one for one in steps if one[0] >= first], _GROWTH_TOP + _GROWTH_PANEL, counted),
         Line(tuple((x(at), y(value)) for at, value in whole), "grey", 2, name="pool", tip=pool),
     ]  # fmt: skip

@@ -6,15 +6,24 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.language_and_streams import for_drawing
-from legroom.cli.options import DURATION, SIZE, EntryName
-from legroom.cli.text_layout import paragraph
+from legroom.cli.options import (
+    DURATION,
+    SIZE,
+    EntryName,
+    backing_option,
+    force_option,
+    json_option,
+    keys_option,
+    names,
+    require_options,
+    revalidate_option,
+)
+from legroom.cli.text_layout import Draw, paragraph, print_result, progress_bars
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
 from legroom.remote.remote_object import without_credentials
@@ -22,8 +31,6 @@ from legroom.units import format_duration, format_size, size_or_unknown
 
 if TYPE_CHECKING:
     from legroom.cache.list_and_verify import Listing
-
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group("cache", context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,13 +47,12 @@ def command() -> None:
 
 @command.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
-@click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
+@keys_option
 @click.option(
     "--dtype", metavar="TYPE", help="Type of the numbers in a raw binary file of token IDs, for example uint16."
 )
 @click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
-@click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
-              help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
+@backing_option
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
               help="Hash function that identifies the source file.")  # fmt: skip
 @click.option(
@@ -57,12 +63,8 @@ def command() -> None:
     is_flag=True,
     help="If another process is loading the file, do not wait for it; fail with error not-loaded instead.",
 )
-@click.option(
-    "--revalidate",
-    is_flag=True,
-    help="Always ask the server whether the data at a URL has changed (default: at most once a minute).",
-)
-@_json
+@revalidate_option
+@json_option
 def load(
     files: tuple[str, ...],
     keys: str | None,
@@ -82,17 +84,17 @@ def load(
     """
     from legroom.loader.batches.legroom_open import open as open_data
 
-    names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     loaded: list[dict[str, Any]] = []
     for group in [list(files)] if join else [[name] for name in files]:
         label = without_credentials(group[0])
         if len(group) > 1:
             label = say("{first} and {count} more", first=label, count=len(group) - 1)
         started = time.perf_counter()
-        with progress(label) as bar:
+        with progress_bars() as draw:
+            bar = Bar(label, draw)
             opened = open_data(
                 group if join else group[0],
-                names,
+                names(keys),
                 backing=backing,
                 hash=algorithm,
                 dtype=dtype,
@@ -107,12 +109,12 @@ def load(
             if not as_json:
                 click.echo(loaded_line(data.info, seconds, built=bar.moved))
     if as_json:
-        print_json("cache.load", {"entries": loaded})
+        print_result(True, "cache.load", lambda: {"entries": loaded}, str)
 
 
 @command.command("list")
 @click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
-@_json
+@json_option
 def list_(what: tuple[str, ...], as_json: bool) -> None:
     """List entries, the processes that use them, and free space.
 
@@ -125,45 +127,49 @@ def list_(what: tuple[str, ...], as_json: bool) -> None:
     from legroom.monitor.watch_text import gpu_copy_line, group_lines
 
     found = listing(what or None, with_users=True)
-    if as_json:
-        sharing = [] if what else groups()
-        copies = [] if what else [dataclasses.asdict(copy) for copy in gpu_copies()]
-        whole = listing_object(found)
-        print_json("cache.list", {**whole, "groups": sharing, "gpu_copies": copies})
-    else:
-        click.echo(listing_text(found))
-        copies_text = [] if what else [paragraph(gpu_copy_line(copy), "", "  ") for copy in gpu_copies()]
-        if copies_text:
-            click.echo("\n".join(["", *copies_text]))
+    copies = () if what else gpu_copies()
+
+    def as_object() -> dict[str, Any]:
+        shared = [dataclasses.asdict(copy) for copy in copies]
+        return {**listing_object(found), "groups": [] if what else groups(), "gpu_copies": shared}
+
+    def as_text() -> str:
+        lines = [listing_text(found), *([""] if copies else [])]
+        lines += [paragraph(gpu_copy_line(copy), "", "  ") for copy in copies]
         for group in () if what else group_rows():
             head, *rest = group_lines(group)
-            click.echo("\n".join(["", paragraph(head, "", "  "), *(paragraph(one, "", "    ") for one in rest)]))
+            lines += ["", paragraph(head, "", "  "), *(paragraph(one, "", "    ") for one in rest)]
+        return "\n".join(lines)
+
+    print_result(as_json, "cache.list", as_object, as_text)
 
 
 @command.command()
 @click.argument("what", nargs=-1, required=True, type=EntryName(), metavar="FILE|ID|NAME…")
-@_json
+@json_option
 def info(what: tuple[str, ...], as_json: bool) -> None:
     """Show all details of entries; exit 1 if one is not loaded."""
     from legroom.cache.list_and_verify import infos
 
     found = infos(what)
-    if as_json:
-        print_json("cache.info", {"entry": entry_object(found[0]), "entries": [entry_object(one) for one in found]})
-    else:
-        click.echo("\n\n".join(entry_text(entry, attributes=True) for entry in found))
+    print_result(
+        as_json, "cache.info",
+        lambda: {"entry": entry_object(found[0]), "entries": [entry_object(one) for one in found]},
+        lambda: "\n\n".join(entry_text(entry, attributes=True) for entry in found),
+    )  # fmt: skip
 
 
 @command.command()
 @click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use, of all your projects.")
-@click.option(
-    "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
-)
+@force_option
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
-@_json
-def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, as_json: bool) -> int:
+@click.option("--yes", is_flag=True, help="With --all: do not ask for confirmation, also on a terminal.")
+@json_option
+def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Remove entries; with --all, every unused one of all your projects.
+
+    On a terminal, --all asks for confirmation first; in a script or with --json it never does.
 
     Without --force, entries in use are kept. Exits 1 if an entry was kept, or if a FILE, ID or NAME is not loaded; the
     other entries are removed.
@@ -172,12 +178,23 @@ def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, as
 
     if bool(what) == everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
+    require_options({"yes": ("everything",)})
+    if everything and not (yes or dry_run or as_json) and sys.stdin.isatty() and sys.stdout.isatty():
+        found = remove(None, force=force, dry_run=True)
+        if found.entries and not _confirmed(found):
+            click.echo(say("nothing was removed"))
+            return 1
     gone = remove(what or None, force=force, dry_run=dry_run)
-    if as_json:
-        print_json("cache.drop", reaped_object(gone))
-    else:
-        click.echo(reaped_text(gone))
+    print_result(as_json, "cache.drop", lambda: reaped_object(gone), lambda: reaped_text(gone))
     return 1 if gone.kept or gone.missing else 0
+
+
+def _confirmed(found: Reaped) -> bool:
+    """Whether the user agrees to remove these entries; the end of the input is a no."""
+    entries = counted(len(found.entries), phrase("{count} entry"), phrase("{count} entries"))
+    question = say("Remove {entries} ({size})?", entries=entries, size=format_size(found.freed))
+    click.echo(f"{question} [y/N] ", nl=False)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @command.command()
@@ -191,7 +208,7 @@ def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, as
 @click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
-@_json
+@json_option
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
     """Remove files left by dead processes.
 
@@ -201,17 +218,14 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
     from legroom.cache.drop_and_gc import gc as collect
 
     gone = collect(free=free, older=older, stale=stale, dry_run=dry_run)
-    if as_json:
-        print_json("cache.gc", reaped_object(gone))
-    else:
-        click.echo(reaped_text(gone))
+    print_result(as_json, "cache.gc", lambda: reaped_object(gone), lambda: reaped_text(gone))
     return 1 if gone.short else 0
 
 
 @command.command()
 @click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
 @click.option("--no-source", is_flag=True, help="Check only the copies; do not read the source files again.")
-@_json
+@json_option
 def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     """Verify the checksums of entries and of their source files.
 
@@ -220,10 +234,10 @@ def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     from legroom.cache.list_and_verify import verify as check
 
     results = check(what or None, source=not no_source)
-    if as_json:
-        print_json("cache.verify", {"entries": [verified_object(result) for result in results]})
-    else:
-        click.echo("\n".join(verified_line(result) for result in results) or say("the cache is empty"))
+    print_result(
+        as_json, "cache.verify", lambda: {"entries": [verified_object(result) for result in results]},
+        lambda: "\n".join(map(verified_line, results)) or say("the cache is empty"),
+    )  # fmt: skip
     return 0 if all(result.whole and result.source != "changed" for result in results) else 1
 
 
@@ -233,40 +247,16 @@ _SHORT = 12  # digits of a key in text output
 class Bar:
     """The progress of a load: drawn on a terminal, silent in a pipe."""
 
-    def __init__(self, draw: Any = None) -> None:
+    def __init__(self, label: str, draw: Draw | None) -> None:
         self.moved = False  # whether bytes were loaded, here or by the process waited for
-        self._draw = draw
+        self._label, self._draw = label, draw
+        if draw is not None:
+            draw(label, label, 0, None)
 
     def told(self, done: int, total: int) -> None:
         self.moved = True
         if self._draw is not None:
-            self._draw(done, total)
-
-
-@contextmanager
-def progress(label: str) -> Iterator[Bar]:
-    """A progress bar with rate and time left on stderr, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield Bar()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
-        task = drawn.add_task(shown(label), total=None)
-        yield Bar(lambda done, total: drawn.update(task, completed=done, total=total))
-
-
-def print_json(command_name: str, content: dict[str, Any]) -> None:
-    """One object on stdout."""
-    click.echo(json.dumps({"schema": f"legroom.{command_name}/1", **content}, ensure_ascii=False))
+            self._draw(self._label, self._label, done, total)
 
 
 def entry_object(entry: Entry) -> dict[str, Any]:
@@ -344,7 +334,7 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     for name, table in entry.tables.items():
         size = format_size(table.bytes)
         rows = counted(table.rows, phrase("{count} row"), phrase("{count} rows"))
-        told = say("{rows}: {columns}", rows=rows, columns=listed(map(shown, table.columns)))
+        told = say("{name}: {why}", name=rows, why=listed(map(shown, table.columns)))
         lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
     lines.append("  " + _state(entry))
     for user in entry.users or ():
@@ -427,7 +417,7 @@ def _size_and_store(entry: Entry) -> str:
 def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
     """One line about one load."""
     name = _source(entry) if entry.sources else entry.key
-    what = say("{name}: {size}", name=name, size=_size_and_store(entry))
+    what = say("{name}: {why}", name=name, why=_size_and_store(entry))
     if not built:
         return say("{what}, already in the cache ({time})", what=what, time=format_duration(seconds))
     rate = format_size(int(entry.bytes / seconds)) if seconds > 0 else "?"
@@ -500,7 +490,7 @@ def verified_line(result: Verification) -> str:
         say("copy intact") if result.whole else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
     )
     if result.entry.format == "frozen":
-        return say("{name}: {copy}", name=_named(result.entry), copy=copy)
+        return say("{name}: {why}", name=_named(result.entry), why=copy)
     source = {
         "same": say("source unchanged"),
         "changed": say("source CHANGED: {why}", why=result.source_why),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -19,18 +19,20 @@ from legroom.cli.memory_need_output import (
 )
 from legroom.cli.options import (
     AT_LEAST_1,
-    DURATION,
     SIZE,
     TRAINING_NEEDS,
     WORKERS,
     asked,
+    json_option,
     refuse_beside,
     require_options,
     require_workers,
+    root_option,
+    timeout_option,
     training_options,
     typed,
 )
-from legroom.cli.text_layout import finding_lines, labelled, paragraph, steps
+from legroom.cli.text_layout import finding_lines, labelled, paragraph, print_result, steps
 from legroom.errors import UsageError
 from legroom.messages import cells, counted, listed, phrase, say
 from legroom.records.workload import Plan
@@ -62,9 +64,7 @@ from legroom.records.workload import Plan
     "same batches: load them in two processes and list those that differ, for example because of unseeded random "
     "augmentation. Needs --dataset.",
 )
-@click.option(
-    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
-)
+@timeout_option
 @click.option(
     "--process-ram",
     type=SIZE,
@@ -96,10 +96,8 @@ from legroom.records.workload import Plan
     metavar="SIZE",
     help="Total size of the checkpoints that each rank keeps (with --checkpoint-dir).",
 )
-@click.option(
-    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@root_option
+@json_option
 def command(
     batch: int | None,
     dataset: str | None,
@@ -124,10 +122,6 @@ def command(
 
     Exits 1 if the DataLoader does not fit, 0 if it fits or the answer is unknown.
     """
-    if dataset is None and batch is None and training["data"] is None and training["sample_bytes"] is None:
-        raise click.UsageError(
-            say("give the dataset and the batch size: legroom check --dataset data:train_set --batch 64 --workers 4")
-        )
     refuse_beside("share", typed() - _OF_SHARE)
     # A DataLoader may have workers: then they are not typed.
     require_options({name: needed for name, needed in _NEEDS.items() if dataset is None or needed != WORKERS})
@@ -141,7 +135,12 @@ def command(
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:
         raise UsageError(
             say("the size of a batch is unknown"),
-            fix=(say("pass one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),),
+            fix=(
+                say("pass one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),
+                say(
+                    "give the dataset and the batch size: legroom check --dataset data:train_set --batch 64 --workers 4"
+                ),
+            ),
         )
     for name in _OF_LOADER - typed():  # as the DataLoader has it
         training[name] = None
@@ -157,10 +156,7 @@ def command(
         host=Host.at(root),
         **asked(training),
     )
-    if as_json:
-        click.echo(json.dumps(as_object(found), ensure_ascii=False))
-    else:
-        click.echo(as_text(found))
+    print_result(as_json, "check", lambda: as_object(found), lambda: as_text(found))
     return 1 if found.verdict == "too-big" else 0
 
 
@@ -177,32 +173,33 @@ def _check_share(dataset: str, collate: str | None, batch: int | None, timeout: 
     from legroom.loader.measure.compare_batches_made_twice import differing_parts
 
     found = differing_parts(dataset, collate, batch, timeout)
-    if as_json:
-        click.echo(json.dumps({"schema": "legroom.check.share/1", **found}, ensure_ascii=False))
-    elif not found["differing"]:
+    print_result(as_json, "check.share", lambda: found, lambda: "\n".join(_share_lines(found)))
+    return 1 if found["differing"] else 0
+
+
+def _share_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["differing"]:
         told = counted(
             found["batches"], phrase("{count} batch made in two processes is equal: it can be shared"),
             phrase("{count} batches made in two processes are equal: they can be shared"),
         )  # fmt: skip
-        click.echo(paragraph(told, "", "  "))
-    else:
-        told = say("batches that differ when another process makes them: {count} of {all}",
-                   count=len(found["differing"]), all=found["batches"])  # fmt: skip
-        click.echo(paragraph(told, "", "  "))
-        for number, paths in found["differing"].items():
-            parts = listed(f"batch{path}" for path in paths[:4])
-            click.echo(paragraph(say("batch {number}: {parts}", number=number, parts=parts), "  ", "    "))
-        advice = say("The dataset uses something other than the global generators of torch, random and NumPy: "
-                     "the clock, a counter, a generator of its own")  # fmt: skip
-        click.echo(paragraph(advice, "  ", "    "))
-    return 1 if found["differing"] else 0
+        yield paragraph(told, "", "  ")
+        return
+    told = say("batches that differ when another process makes them: {count} of {all}",
+               count=len(found["differing"]), all=found["batches"])  # fmt: skip
+    yield paragraph(told, "", "  ")
+    for number, paths in found["differing"].items():
+        parts = listed(f"batch{path}" for path in paths[:4])
+        yield paragraph(say("batch {number}: {parts}", number=number, parts=parts), "  ", "    ")
+    advice = say("The dataset uses something other than the global generators of torch, random and NumPy: "
+                 "the clock, a counter, a generator of its own")  # fmt: skip
+    yield paragraph(advice, "  ", "    ")
 
 
 def as_object(plan: Plan) -> dict[str, Any]:
     """The verdict for JSON."""
     said = [dataclasses.asdict(finding) for finding in plan.findings]
     return {
-        "schema": "legroom.check/1",
         **plan_object(plan),
         "at_least": list(plan.need.at_least),
         "largest_batch": plan.largest_batch,

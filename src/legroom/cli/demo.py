@@ -13,6 +13,7 @@ import click
 
 from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.text_layout import elide, width
+from legroom.errors import EXIT_USAGE
 from legroom.messages import cells, fill, left, listed, right, say
 from legroom.units import format_duration, format_size, size_or_unknown
 
@@ -54,18 +55,31 @@ def command(
 
     path = chart_path(out)
     result = run_demo(lambda: _screen(as_json, plain, no_color), quick=quick, torch=not no_torch, keep=keep)
-    replace_file(path, render(demo_chart(result), path.suffix.lower()))
+    chart, unwritten = render(demo_chart(result), path.suffix.lower()), None
+    try:
+        replace_file(path, chart)
+    except OSError as problem:  # the disk is full, or the directory is gone: what was measured is printed all the same
+        unwritten = say("cannot write {path}: {why}", path=path, why=problem.strerror or problem)
     if as_json:
-        click.echo(json.dumps({**result, "picture": str(path)}, ensure_ascii=False))
-        return 0
+        click.echo(json.dumps({**result, "picture": None if unwritten else str(path)}, ensure_ascii=False))
+        return _status(unwritten)
     click.echo()
     for line in table_lines(table_rows(result), width()):
         click.echo(line)
     click.echo()
-    click.echo(say("took {seconds:.0f} s; chart: {path}", seconds=result["seconds"], path=path))
+    if unwritten is None:
+        click.echo(say("took {seconds:.0f} s; chart: {path}", seconds=result["seconds"], path=path))
     if result["kept"] is not None:
         click.echo(say("kept: {path}", path=result["kept"]))
-    return 0
+    return _status(unwritten)
+
+
+def _status(unwritten: str | None) -> int:
+    """The exit status; says first why the chart is missing."""
+    if unwritten is None:
+        return 0
+    click.echo(f"legroom: {unwritten}", err=True)
+    return EXIT_USAGE
 
 
 def chart_path(asked: str | None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,18 @@ import click
 from legroom.advice.choose_settings import safe_settings
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
-from legroom.cli.options import AT_LEAST_1, WithEarlierNames, refuse_beside
-from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
+from legroom.cli.options import AT_LEAST_1, WithEarlierNames, json_option, refuse_beside, root_option
+from legroom.cli.text_layout import (
+    finding_lines,
+    labelled,
+    paragraph,
+    pool_line,
+    print_result,
+    process_lines,
+    runtime_line,
+)
 from legroom.errors import LegroomError
-from legroom.messages import counted, listed, phrase, right, say
+from legroom.messages import counted, listed, phrase, say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records.finding_and_alarm import Finding
@@ -23,13 +30,13 @@ from legroom.records.loader_settings_and_flags import SafeSettings
 from legroom.records.machine import Machine, Process
 from legroom.records.watch_sample import GpuCopyRow
 from legroom.records.workload import Job
-from legroom.units import format_size, size_or_unknown
+from legroom.units import format_size
 
 _MOST_HOLDERS = 5
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("--plain", is_flag=True, help="Print plain text without bars, for screen readers.")
 @click.option(
     "--pid",
@@ -43,16 +50,13 @@ _MOST_HOLDERS = 5
 @click.option(
     "--match", metavar="REGEX", help="Also inspect every process whose command line matches REGEX, and its children."
 )
-@click.option(
-    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
-)
+@root_option
 def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
     """Check the memory limits on this machine and suggest fixes.
 
     Changes nothing on the machine and needs no privileges. Exits 1 if a finding is critical.
     """
-    if job is not None and match is not None:
-        raise click.UsageError(say("--pid and --match cannot be combined"))
+    refuse_beside("job", {"match"})
     refuse_beside("as_json", {"plain"})
     host = Host.at(root)
     found = _jobs(host, job, match)
@@ -60,10 +64,10 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     found = [bind(machine, one) for one in found]
     said, settings = (*_copied(host, found), *findings(machine)), safe_settings(machine)
     copies = _gpu_copies(host, machine)
-    if as_json:
-        click.echo(json.dumps(as_object(machine, said, settings, found, copies), ensure_ascii=False))
-    else:
-        click.echo(as_text(machine, said, settings, found, plain, copies))
+    print_result(
+        as_json, "doctor", lambda: as_object(machine, said, settings, found, copies),
+        lambda: as_text(machine, said, settings, found, plain, copies),
+    )  # fmt: skip
     return 1 if any(finding.severity == "critical" for finding in said) else 0
 
 
@@ -109,7 +113,6 @@ def as_object(
 ) -> dict[str, Any]:
     """The report for JSON."""
     report: dict[str, Any] = {
-        "schema": "legroom.doctor/1",
         "place": dataclasses.asdict(machine.runtime),
         "pools": [dataclasses.asdict(pool) for pool in machine.pools],
         "shm": dataclasses.asdict(machine.shm),
@@ -133,11 +136,8 @@ def as_text(
     gpu_copies: Sequence[GpuCopyRow] = (),
 ) -> str:
     """The report as text."""
-    runtime = machine.runtime
     lines = [
-        paragraph(
-            say("{kind} ({how}), {rights}", kind=runtime.kind, how=runtime.how, rights=runtime.rights_how), "", "  "
-        ),
+        runtime_line(machine.runtime),
         "",
         *(pool_line(pool, plain) for pool in machine.pools),
         "",
@@ -174,17 +174,9 @@ def _holder_lines(machine: Machine) -> list[str]:
     holders = _holders(machine)
     if not holders:
         return []
-    lines = [say("Processes using /dev/shm (shared files count for each process)")]
-    for process in holders[:_MOST_HOLDERS]:
-        figures = say(
-            "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
-            pid=process.pid, shm=format_size(process.shm or 0),
-            rss=right(size_or_unknown(process.rss_shmem), 8),
-        )  # fmt: skip
-        lines.append(shorten(f"{figures}{process.command}"))
-    if len(holders) > _MOST_HOLDERS:
-        lines.append("  " + say("and {count} more", count=len(holders) - _MOST_HOLDERS))
-    return [*lines, ""]
+    rows = [(process.pid, process.shm, process.rss_shmem, process.command) for process in holders]
+    head = say("Processes using /dev/shm (shared files count for each process)")
+    return [head, *process_lines(rows, _MOST_HOLDERS), ""]
 
 
 def _gpu_copy_lines(copies: Sequence[GpuCopyRow]) -> list[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from legroom.cli.text_layout import labelled, paint, paragraph, steps
+from legroom.cli.options import json_option
+from legroom.cli.text_layout import labelled, paint, paragraph, print_result, steps
 from legroom.messages import say
 from legroom.records.failure import Verdict
 
 
 @click.command()
 @click.argument("log", metavar="LOGFILE|-")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(log: str, as_json: bool) -> int:
     """Read a log file and diagnose what ran out: /dev/shm, RAM, GPU memory, file descriptors or disk.
 
@@ -30,12 +29,8 @@ def command(log: str, as_json: bool) -> int:
     facts = read_log(log)
     evidence = Evidence(log=facts)
     verdict = with_fixes(classify(evidence), evidence, snapshot())
-    if as_json:
-        report = {"schema": "legroom.explain/1", **verdict_object(verdict)}
-        report["read"] = {"lines": facts.lines, "bytes_passed_over": facts.skipped}
-        click.echo(json.dumps(report, ensure_ascii=False))
-    else:
-        click.echo(as_text(verdict))
+    read = {"lines": facts.lines, "bytes_passed_over": facts.skipped}
+    print_result(as_json, "explain", lambda: {**verdict_object(verdict), "read": read}, lambda: as_text(verdict))
     return 0
 
 

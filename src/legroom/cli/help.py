@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 import click
 from click.shell_completion import CompletionItem
@@ -25,7 +26,7 @@ class HelpFormatter(click.HelpFormatter):
 
     def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
         if width is None and getattr(click.formatting, "FORCED_WIDTH", None) is None:
-            width = max(min(_columns(), max_width or 80) - 2, 50)
+            width = max(min(columns_of(sys.__stdout__) or 80, max_width or 80) - 2, 50)
         super().__init__(indent_increment, width, max_width)
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
@@ -84,14 +85,15 @@ def _wrapped(text: str, columns: int, indent: str) -> list[str]:
     return wrapped
 
 
-def _columns() -> int:
+def columns_of(stream: TextIO | None) -> int | None:
+    """The columns that the user sets, or of the terminal behind a stream; None where it has none."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given):
         return int(given)
     try:
-        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # type: ignore[union-attr]
+        return os.get_terminal_size(stream.fileno()).columns or None  # type: ignore[union-attr]
     except (AttributeError, OSError, ValueError):  # no terminal
-        return 80
+        return None
 
 
 def _below(context: click.Context, words: list[str]) -> click.Context:

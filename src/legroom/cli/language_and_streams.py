@@ -43,11 +43,7 @@ def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> No
             why=say("supported languages: {names}", names=messages.listed(messages.LANGUAGES)),
             fix=(say("pass one of them, or leave --lang out to use LANG"),),
         )
-    os.environ[messages.VARIABLE] = language  # for child processes
-    messages.speak(language)
-    fall_back_to_english(as_json=ctx.find_root().obj == "json")
-    translate(ctx.command)
-    _translate_help_option(ctx)
+    os.environ[messages.VARIABLE] = language  # for child processes; this one speaks it since apply_language
 
 
 # Eager: errors about other options and their help are in this language.

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.options import WithEarlierNames, refuse_beside
-from legroom.cli.text_layout import width
+from legroom.cli.text_layout import message_printer, width
 from legroom.errors import EXIT_USAGE, UnreadableSource, UsageError
 from legroom.messages import say
 
@@ -65,12 +65,6 @@ def command(
 
         check_path(page, (".html",))
     if read is not None:
-        if not Path(read).is_dir():
-            raise UnreadableSource(
-                say("cannot read the records in {path}", path=read),
-                why=say("it is not a directory"),
-                fix=(say("pass the directory given to legroom leak --records"),),
-            )
         _require_records(read)
         written = show_report(read, (), page, as_json=as_json, to_stdout=True, quiet=quiet)
         return 0 if written else EXIT_USAGE
@@ -80,10 +74,7 @@ def command(
     from legroom.rescue.job_process import with_leak
     from legroom.rescue.supervisor import supervise
 
-    def print_line(line: str) -> None:
-        if not quiet:
-            click.echo(f"legroom: {line}", err=True)
-
+    print_line = message_printer(quiet)
     with records_directory(records) as directory:
         sys.stdout.flush()
         options = RunOptions(
@@ -101,10 +92,11 @@ def command(
 def _require_records(directory: str) -> None:
     from legroom.leak.record_files import read_directory
 
-    if not read_directory(directory):
+    there = Path(directory).is_dir()
+    if not there or not read_directory(directory):
         raise UnreadableSource(
             say("cannot read the records in {path}", path=directory),
-            why=say("it contains no records of a process"),
+            why=say("it contains no records of a process") if there else say("it is not a directory"),
             fix=(say("pass the directory given to legroom leak --records, a few seconds after the job started"),),
         )
 
@@ -143,7 +135,6 @@ def show_report(
     status: int | None = None,
     to_stdout: bool = False,
     quiet: bool = False,
-    echo: Callable[..., None] = click.echo,
 ) -> bool:
     """Diagnose the records and print or write the report; whether the page could be written, where one is asked for."""
     report = read_report(directory, words)
@@ -151,22 +142,21 @@ def show_report(
         from legroom.leak.leak_report import report_object
 
         found = report_object(report)
-        echo(json.dumps(found if status is None else {**found, "exit": status}, ensure_ascii=False))
+        click.echo(json.dumps(found if status is None else {**found, "exit": status}, ensure_ascii=False))
     else:
         from legroom.leak.leak_report import report_lines
 
         for line in report_lines(report, width()):
-            echo(line, err=not to_stdout)
+            click.echo(line, err=not to_stdout)
     if page is not None:
         from legroom.leak.leak_report import leak_page
         from legroom.system.atomic_file import replace_file
 
         try:
             replace_file(page, leak_page(report))
-            if not quiet:
-                echo("legroom: " + say("page written to {path}", path=page), err=True)
+            message_printer(quiet)(say("page written to {path}", path=page))
         except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
-            echo("legroom: " + say("cannot write {path}: {why}", path=page, why=problem.strerror or problem), err=True)
+            message_printer(quiet=False)(say("cannot write {path}: {why}", path=page, why=problem.strerror or problem))
             return False
     return True
 

@@ -170,9 +170,23 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
             _print_json(UsageError(problem.format_message()), _command_name(arguments))
         _wrapped(problem).show()
         return EXIT_USAGE
+    except (OSError, MemoryError, RecursionError) as problem:  # no command expects them
+        return _refuse(_unexpected(problem), arguments, as_json=as_json)
     except click.Abort:
         click.echo(say("stopped"), err=True)
         return 130
+
+
+def _unexpected(problem: Exception) -> LegroomError:
+    """An error with the line of code that raised it, which a bug report needs."""
+    import traceback
+
+    at = traceback.extract_tb(problem.__traceback__)[-1]
+    return LegroomError(
+        f"{type(problem).__name__}: {problem}",
+        why=f'File "{at.filename}", line {at.lineno}, in {at.name}',
+        fix=(say("if nothing on this machine explains it, write a file for a bug report:\nlegroom report"),),
+    )
 
 
 def _refuse(error: LegroomError, arguments: list[str], *, as_json: bool) -> int:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from legroom.cli.cache import print_json
-from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.option_names import translated
-from legroom.cli.text_layout import paragraph
+from legroom.cli.options import backing_option, force_option, json_option, keys_option, names, revalidate_option
+from legroom.cli.text_layout import paragraph, print_result, progress_bars
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
+from legroom.records.finding_and_alarm import heading
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from legroom.units import format_duration, format_size
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _ray = click.option(
     "--ray", "address", metavar="ADDRESS", default="auto", show_default=True,
     help="Address of the Ray cluster: host:port of its head node, or auto for the cluster that runs on this machine.",
@@ -40,7 +37,7 @@ def command() -> None:
 @command.command()
 @_ray
 @_node
-@_json
+@json_option
 def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
     """Check memory limits on every node, worst node first.
 
@@ -51,26 +48,18 @@ def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
 
     with connect(address):
         found = ask(nodes or None)
-    if as_json:
-        print_json("nodes.doctor", {"nodes": [dataclasses.asdict(one) for one in found]})
-    else:
-        click.echo(doctor_text(found))
+    _print(as_json, "doctor", found, doctor_text)
     return 1 if any(worst(one) >= 2 for one in found) else 0
 
 
 @command.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
-@click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
-@click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
-              help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
-@click.option(
-    "--revalidate",
-    is_flag=True,
-    help="Always ask the server whether the data at a URL has changed (default: at most once a minute).",
-)
+@keys_option
+@backing_option
+@revalidate_option
 @_ray
 @_node
-@_json
+@json_option
 def warm(
     sources: tuple[str, ...],
     keys: str | None,
@@ -89,14 +78,18 @@ def warm(
     from legroom.integrations.ray_cluster_commands import connect
     from legroom.integrations.ray_cluster_commands import warm as load
 
-    names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
-    with connect(address), _bars() as told:
-        found = load(sources, nodes or None, keys=names, backing=backing, revalidate=revalidate, told=told)
+    with connect(address), progress_bars() as draw:
+
+        def told(address: str, source: str, done: int, total: int) -> None:
+            if draw is not None:
+                draw((address, source), address, done, total)
+
+        found = load(
+            sources, nodes or None, keys=names(keys), backing=backing, revalidate=revalidate,
+            told=None if draw is None else told,
+        )  # fmt: skip
     found = tuple(_in_options(one) for one in found)
-    if as_json:
-        print_json("nodes.warm", {"nodes": [dataclasses.asdict(one) for one in found]})
-    else:
-        click.echo(warm_text(found))
+    _print(as_json, "warm", found, warm_text)
     return 1 if any(one.error is not None for one in found) else 0
 
 
@@ -104,7 +97,7 @@ def warm(
 @click.argument("what", nargs=-1, metavar="[SOURCE|ID]…")
 @_ray
 @_node
-@_json
+@json_option
 def list_(what: tuple[str, ...], address: str, nodes: tuple[str, ...], as_json: bool) -> int:
     """List the cache entries of every node.
 
@@ -114,22 +107,17 @@ def list_(what: tuple[str, ...], address: str, nodes: tuple[str, ...], as_json: 
 
     with connect(address):
         found = entries(list(what) or None, nodes or None)
-    if as_json:
-        print_json("nodes.list", {"nodes": [dataclasses.asdict(one) for one in found]})
-    else:
-        click.echo(list_text(found))
+    _print(as_json, "list", found, list_text)
     return 1 if any(one.error is not None for one in found) else 0
 
 
 @command.command()
 @click.argument("what", nargs=-1, metavar="[SOURCE|ID]…")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
-@click.option(
-    "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
-)
+@force_option
 @_ray
 @_node
-@_json
+@json_option
 def drop(
     what: tuple[str, ...], everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool
 ) -> int:
@@ -144,10 +132,7 @@ def drop(
         raise click.UsageError(say("pass a file, an ID or --all"))
     with connect(address):
         found = remove(list(what) or None, nodes or None, force=force)
-    if as_json:
-        print_json("nodes.drop", {"nodes": [dataclasses.asdict(one) for one in found]})
-    else:
-        click.echo(drop_text(found))
+    _print(as_json, "drop", found, drop_text)
     return 1 if any(one.error is not None or one.answer.get("kept") for one in found) else 0
 
 
@@ -160,25 +145,9 @@ def _in_options(load: NodeLoad) -> NodeLoad:
     return dataclasses.replace(load, error=NodeError(error.code, what, why, fix))
 
 
-@contextmanager
-def _bars() -> Iterator[Any]:
-    """One progress bar for each node and source, where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
-        tasks: dict[tuple[str, str], Any] = {}
-
-        def told(address: str, source: str, done: int, total: int) -> None:
-            if (address, source) not in tasks:
-                tasks[address, source] = drawn.add_task(address, total=total)
-            drawn.update(tasks[address, source], completed=done, total=total)
-
-        yield told
+def _print(as_json: bool, name: str, found: Sequence[Any], text: Callable[[Any], str]) -> None:
+    nodes = [dataclasses.asdict(one) for one in found]
+    print_result(as_json, f"nodes.{name}", lambda: {"nodes": nodes}, lambda: text(found))
 
 
 def doctor_text(found: Sequence[NodeAnswer]) -> str:
@@ -191,7 +160,7 @@ def doctor_text(found: Sequence[NodeAnswer]) -> str:
             lines += _error_lines(one.error)
         for finding in one.answer.get("findings", ()):
             if finding["severity"] != "info":
-                text = say("{severity}: {message} [{code}]", severity=finding["severity"],
+                text = say("{severity}: {message} [{code}]", severity=heading(finding["severity"]),
                            message=finding["message"], code=finding["code"])  # fmt: skip
                 lines.append(paragraph(text, "  ", "    "))
     return "\n".join(lines)
@@ -199,8 +168,8 @@ def doctor_text(found: Sequence[NodeAnswer]) -> str:
 
 def _pools(one: NodeAnswer) -> str:
     parts = [
-        say("{name} {free} free of {size}", name=pool["name"], free=format_size(pool["free"]),
-            size=format_size(pool["size"]))
+        f"{pool['name']} "
+        + say("{free} of {size} free", free=format_size(pool["free"]), size=format_size(pool["size"]))
         for pool in one.answer.get("pools", ())
         if pool["name"] in ("shm", "ram") and pool.get("free") is not None and pool.get("size") is not None
     ]  # fmt: skip
@@ -240,7 +209,7 @@ def _load_text(one: NodeLoad) -> str:
 
 
 def list_text(found: Sequence[NodeAnswer]) -> str:
-    """The entries by source, with the nodes that have each; then the nodes' free space."""
+    """The entries by source, with the nodes that have each; then the nodes that failed."""
     holders: dict[tuple[str, str, int], list[str]] = {}
     for one in found:
         for entry in one.answer.get("entries", ()):

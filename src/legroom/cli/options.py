@@ -98,6 +98,29 @@ class Count(ParamType):
 COUNT = Count()
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+root_option = click.option(
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
+)
+timeout_option = click.option(
+    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
+)
+# Of the cache.
+keys_option = click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
+backing_option = click.option(
+    "--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
+    help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.",
+)  # fmt: skip
+revalidate_option = click.option(
+    "--revalidate",
+    is_flag=True,
+    help="Always ask the server whether the data at a URL has changed (default: at most once a minute).",
+)
+force_option = click.option(
+    "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
+)
+
+
 class WithEarlierNames(click.Option):
     """An option whose help shows its first name. The others are accepted too."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from typing import Any
 
 import click
@@ -16,15 +16,17 @@ from legroom.cli.options import (
     SIZE,
     TRAINING_NEEDS,
     asked,
+    json_option,
     refuse_beside,
     require_options,
     require_workers,
+    root_option,
     training_options,
 )
-from legroom.cli.text_layout import labelled, paragraph, shorten, steps
+from legroom.cli.text_layout import labelled, paragraph, print_result, process_lines, runtime_line, steps
 from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records.workload import Job, Plan
-from legroom.units import format_size, size_or_unknown
+from legroom.units import format_size
 
 
 def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[int, ...]:
@@ -80,10 +82,8 @@ def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     help="Print only a configuration snippet that sets the recommended size of /dev/shm. kubernetes-warm prints a "
     "DaemonSet instead, which loads data into the cache of every node; replace its example image and URL.",
 )
-@click.option(
-    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@root_option
+@json_option
 def command(
     gpus: int | None,
     jobs_per_gpu: int,
@@ -140,10 +140,7 @@ def command(
     )
     if emit is not None:
         return _print_snippet(found, emit, as_json)
-    if as_json:
-        click.echo(json.dumps(as_object(found), ensure_ascii=False))
-    else:
-        click.echo(as_text(found))
+    print_result(as_json, "plan", lambda: as_object(found), lambda: as_text(found))
     return 1 if found.verdict == "too-big" else 0
 
 
@@ -160,27 +157,10 @@ _MOST_SHOWN = 8
 
 def as_object(plan: Plan) -> dict[str, Any]:
     """The plan for JSON."""
-    sizes = plan.sizes
     return {
-        "schema": "legroom.plan/1",
         **plan_object(plan),
-        "recommend": None
-        if sizes is None
-        else {
-            "minimum": sizes.minimum,
-            "recommended": sizes.recommended,
-            "conservative": sizes.conservative,
-            "capped_by": sizes.capped_by,
-        },
-        "table": [
-            {
-                "jobs_per_gpu": row.jobs_per_gpu,
-                "processes": row.processes,
-                "need": row.need,
-                "recommended": row.recommended,
-            }
-            for row in plan.table
-        ],
+        "recommend": None if plan.sizes is None else dataclasses.asdict(plan.sizes),
+        "table": [dataclasses.asdict(row) for row in plan.table],
         "fits_now": {"jobs_per_gpu": plan.fits_now},
         "gpus": plan.gpus,
         "jobs_per_gpu": plan.jobs_per_gpu,
@@ -208,8 +188,7 @@ def as_text(plan: Plan) -> str:
     runtime = plan.machine.runtime if plan.machine else None
     lines = []
     if runtime is not None:
-        where = say("{kind} ({how}), {rights}", kind=runtime.kind, how=runtime.how, rights=runtime.rights_how)
-        lines += [paragraph(where, "", "  "), ""]
+        lines += [runtime_line(runtime), ""]
     lines += [say("In use now"), *pool_lines(plan), *_measured_lines(plan), ""]
     lines += [_title(plan), *term_lines(plan.need), *_others_line(plan), *note_lines(plan), ""]
     lines += [*_size_lines(plan), "", *_table_lines(plan), "", *verdict_lines(plan), _fits_line(plan)]
@@ -249,17 +228,8 @@ def _rss_shmem(job: Job) -> int | None:
 def _measured_lines(plan: Plan) -> list[str]:
     if not plan.measured:
         return []
-    lines = ["", say("Measured: /dev/shm used by running jobs")]
-    for job in plan.measured[:_MOST_SHOWN]:
-        told = _rss_shmem(job)
-        figures = say(
-            "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
-            pid=job.pid, shm=format_size(job.held.get("shm") or 0),
-            rss=right(size_or_unknown(told), 8),
-        )  # fmt: skip
-        lines.append(shorten(f"{figures}{job.command}"))
-    if len(plan.measured) > _MOST_SHOWN:
-        lines.append("  " + say("and {count} more", count=len(plan.measured) - _MOST_SHOWN))
+    rows = [(job.pid, job.held.get("shm"), _rss_shmem(job), job.command) for job in plan.measured]
+    lines = ["", say("Measured: /dev/shm used by running jobs"), *process_lines(rows, _MOST_SHOWN)]
     why = say(
         "RssShmem counts all shared memory that a process touched, also outside /dev/shm, and counts it "
         "once per process"
@@ -321,10 +291,7 @@ def _print_snippet(plan: Plan, kind: str, as_json: bool) -> int:
     """Print only the snippet; 1 where the size it sets is below the need."""
     assert plan.sizes is not None
     text = snippet(kind, plan.sizes.recommended, need=plan.need, gpus=plan.gpus)
-    if as_json:
-        click.echo(json.dumps({**as_object(plan), "emit": {"kind": kind, "text": text}}, ensure_ascii=False))
-    else:
-        click.echo(text)
+    print_result(as_json, "plan", lambda: {**as_object(plan), "emit": {"kind": kind, "text": text}}, lambda: text)
     short = plan.sizes.recommended < plan.need.shm
     if plan.sizes.capped_by is not None:
         told = say(

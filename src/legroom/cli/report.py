@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from legroom.cli.text_layout import paragraph
+from legroom.cli.options import json_option
+from legroom.cli.text_layout import paragraph, print_result
 from legroom.messages import say
 from legroom.units import format_size
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--run", metavar="FILE", help="Add a JSON file written by legroom run --report.")
 @click.option("--watch", metavar="FILE", help="Add the last alarms of a log written by legroom watch --log.")
 @click.option("--show", is_flag=True, help="Print everything that goes into the file; without --out, write no file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
     """Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders.
 
@@ -50,29 +50,23 @@ def command(out: str | None, log: str | None, run: str | None, watch: str | None
         data = pack(packed, path)
         write(data, path)
         size = len(data)
-    if as_json:
-        report = {
-            "schema": "legroom.report/1",
-            "path": path,
-            "bytes": size,
-            "contents": [
-                {"name": one.name, "bytes": one.size, "about": one.about} | ({"text": one.text} if show else {})
-                for one in packed
-            ],
-            "hidden": dict(sorted(redactor.counts.items())),
-            "left_out": list(collected.left_out),
-        }
-        click.echo(json.dumps(report, ensure_ascii=False))
-        return 0
-    if show:
-        click.echo("\n".join(f"==> {one.name} <==\n{one.text}" for one in packed))
-    click.echo("\n".join(_table(packed)))
-    click.echo(paragraph(hidden_line(redactor.counts), "", "  "))
-    for line in collected.left_out:
-        click.echo(paragraph(say("left out: {what}", what=line), "", "  "))
+    report = {
+        "path": path,
+        "bytes": size,
+        "contents": [
+            {"name": one.name, "bytes": one.size, "about": one.about} | ({"text": one.text} if show else {})
+            for one in packed
+        ],
+        "hidden": dict(sorted(redactor.counts.items())),
+        "left_out": list(collected.left_out),
+    }
+    lines = [f"==> {one.name} <==\n{one.text}" for one in packed] if show else []
+    lines += [*_table(packed), paragraph(hidden_line(redactor.counts), "", "  ")]
+    lines += [paragraph(say("left out: {what}", what=line), "", "  ") for line in collected.left_out]
     if path is not None and size is not None:
-        click.echo(say("{path}: {size}, readable only by you (0600)", path=path, size=format_size(size)))
-        click.echo(say("Check it before you send it. Nothing was sent anywhere."))
+        lines.append(say("{path}: {size}, readable only by you (0600)", path=path, size=format_size(size)))
+        lines.append(say("Check it before you send it. Nothing was sent anywhere."))
+    print_result(as_json, "report", lambda: report, lambda: "\n".join(lines))
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from legroom.cli.options import AT_LEAST_0, DURATION
-from legroom.cli.text_layout import width
+from legroom.cli.text_layout import message_printer, width
 from legroom.errors import BadLimit, UsageError
 from legroom.messages import listed, say
 
@@ -121,10 +121,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     from legroom.rescue.run_report import run_object, write_report
     from legroom.rescue.supervisor import supervise
 
-    def print_line(line: str) -> None:
-        if not quiet:
-            click.echo(f"legroom: {line}", err=True)
-
+    print_line = message_printer(quiet)
     if report is not None:
         _writable(Path(report))
     environment = dict(os.environ)
@@ -160,7 +157,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     machine = snapshot()
     for finding in findings(machine):
         if finding.severity == "critical":
-            print_line(say("{code}: {message}", code=finding.code, message=finding.message))
+            print_line(say("{name}: {why}", name=finding.code, why=finding.message))
     if options["gpu_limit"] is not None and not machine.gpus.cards:
         print_line(say("--gpu-limit has no effect here: {why}", why=machine.gpus.reason or say("no GPU found")))
     if options["checkpoint"] and not options["retries"]:
@@ -203,10 +200,13 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
 
 def _writable(report: Path) -> None:
     """Refuse a report path that cannot be written before the job starts, not days later."""
+    from legroom.rescue.run_report import report_paths
+
     folder = report.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    targets = report_paths(report)
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or any(map(os.path.isdir, targets)):
         raise UsageError(
             say("cannot write {path}", path=report),
-            why=say("it is a directory, or {folder} is not a writable directory", folder=folder),
-            fix=(say("pass a file in an existing, writable directory"),),
+            why=say("it is a directory, or {folder} is not a directory that you can write to", folder=folder),
+            fix=(say("choose a file in an existing directory that you can write to"),),
         )

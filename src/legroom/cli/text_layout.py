@@ -1,22 +1,36 @@
-"""Layout of text output: wrapping to the terminal's width, findings, bars of memory pools, colours."""
+"""Layout of output: wrapping to the terminal's width, findings, bars of memory pools, colours; or one JSON object."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
+from legroom.cli.help import columns_of
+from legroom.cli.language_and_streams import for_drawing
 from legroom.errors import LegroomError
-from legroom.messages import cells, cut, fill, say, step_indent, step_label
+from legroom.messages import cells, cut, fill, right, say, shown, step_indent, step_label
 from legroom.records.finding_and_alarm import Finding, Severity, heading
-from legroom.records.machine import Pool
-from legroom.units import format_size
+from legroom.records.machine import Pool, RuntimeEnvironment
+from legroom.units import format_size, size_or_unknown
 
+_LONGEST_WORD = 56
 _COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"}
+
+
+def print_result(as_json: bool, schema: str, content: Callable[[], Mapping[str, Any]], text: Callable[[], str]) -> None:
+    """Print a result as one JSON object of this schema, or as text."""
+    if not as_json:
+        click.echo(text())
+        return
+    import json
+
+    click.echo(json.dumps({"schema": f"legroom.{schema}/1", **content()}, ensure_ascii=False))
 
 
 def coloured() -> bool:
@@ -26,11 +40,11 @@ def coloured() -> bool:
 
 def width() -> int:
     """The columns to write in: the terminal's, at most 100; 80 where there is none."""
-    return _clamped(shutil.get_terminal_size((80, 24)).columns)
+    return _clamped(columns_of(sys.__stdout__))
 
 
-def _clamped(columns: int) -> int:
-    return max(40, min(100, columns))
+def _clamped(columns: int | None) -> int:
+    return max(40, min(100, columns or 80))
 
 
 def paint(text: str, severity: Severity | None = None, *, bold: bool = False) -> str:
@@ -61,16 +75,14 @@ def steps(fix: Iterable[str]) -> list[str]:
     return lines
 
 
+def message_printer(quiet: bool) -> Callable[[str], None]:
+    """Prints a message beside the output of a supervised command, on stderr; prints nothing if quiet."""
+    return lambda line: None if quiet else click.echo(f"legroom: {line}", err=True)
+
+
 def error_columns() -> int | None:
     """The columns for errors, as ``width``; None if stderr is not a terminal, where a search should find sentences."""
-    if not sys.stderr.isatty():
-        return None
-    given = os.environ.get("COLUMNS", "")
-    try:
-        columns = int(given) if given.isdecimal() else os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):
-        columns = 0
-    return _clamped(columns or 80)
+    return _clamped(columns_of(sys.stderr)) if sys.stderr.isatty() else None
 
 
 def error_text(error: LegroomError, columns: int | None) -> str:
@@ -120,16 +132,59 @@ def shorten(line: str) -> str:
     return cut(line, width())
 
 
-def elide(text: str, longest: int = 56) -> str:
+def elide(text: str) -> str:
     """Shorten long words in the middle: cgroup paths run to hundreds of characters.
 
     Chinese has no spaces, so Chinese text does not count as a long word.
     """
     return re.sub(
-        rf"[^\s\u2e80-\uffef]{{{longest + 1},}}",
-        lambda word: f"{word[0][: longest // 3]}…{word[0][-longest * 2 // 3 :]}",
+        rf"[^\s\u2e80-\uffef]{{{_LONGEST_WORD + 1},}}",
+        lambda word: f"{word[0][: _LONGEST_WORD // 3]}…{word[0][-_LONGEST_WORD * 2 // 3 :]}",
         text,
     )
+
+
+def runtime_line(runtime: RuntimeEnvironment) -> str:
+    """Where this runs, and with which rights."""
+    told = say("{kind} ({how}), {rights}", kind=runtime.kind, how=runtime.how, rights=runtime.rights_how)
+    return paragraph(told, "", "  ")
+
+
+def process_lines(rows: Sequence[tuple[int, int | None, int | None, str]], most: int) -> list[str]:
+    """Processes in /dev/shm, each as its id, its bytes there, its RssShmem and its command."""
+    lines = []
+    for pid, shm, rss, command in rows[:most]:
+        figures = say("{pid:>9}  {shm:>8}, RssShmem {rss}  ",
+                      pid=pid, shm=format_size(shm or 0), rss=right(size_or_unknown(rss), 8))  # fmt: skip
+        lines.append(shorten(f"{figures}{command}"))
+    if len(rows) > most:
+        lines.append("  " + say("and {count} more", count=len(rows) - most))
+    return lines
+
+
+Draw = Callable[[object, str, int, int | None], None]
+
+
+@contextmanager
+def progress_bars() -> Iterator[Draw | None]:
+    """Draws a bar for each key on stderr: its label, what is done, and of how much; None where it is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
+        tasks: dict[object, Any] = {}
+
+        def draw(key: object, label: str, done: int, total: int | None) -> None:
+            if key not in tasks:
+                tasks[key] = drawn.add_task(shown(label), total=total)
+            drawn.update(tasks[key], completed=done, total=total)
+
+        yield draw
 
 
 def finding_lines(finding: Finding) -> list[str]:

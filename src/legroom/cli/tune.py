@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -12,8 +11,18 @@ import click
 
 from legroom.advice.zero_and_deepspeed import Precision, ZeroRow, emit_training
 from legroom.cli.memory_need_output import arguments
-from legroom.cli.options import AT_LEAST_1, COUNT, DURATION, WithEarlierNames, refuse_beside, require_options, typed
-from legroom.cli.text_layout import labelled, paint, paragraph, steps
+from legroom.cli.options import (
+    AT_LEAST_1,
+    COUNT,
+    DURATION,
+    WithEarlierNames,
+    json_option,
+    refuse_beside,
+    require_options,
+    timeout_option,
+    typed,
+)
+from legroom.cli.text_layout import labelled, paint, paragraph, print_result, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
 from legroom.records.machine import Pool
@@ -123,10 +132,8 @@ from legroom.units import format_size, size_or_unknown
     help="Also print the memory that each ZeRO stage saves for a model with N parameters, for example 7B. Set "
     "--world-size too.",
 )
-@click.option(
-    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@timeout_option
+@json_option
 def command(
     spec: str,
     batch: int | None,
@@ -258,7 +265,6 @@ def _as_object(settings: Settings) -> dict[str, Any]:
     """The settings for JSON."""
     plan, measured = settings.plan, settings.measured
     return {
-        "schema": "legroom.tune/1",
         "verdict": plan.verdict if plan else "unknown",
         "settings": settings.values(),
         "effective_batch": settings.effective_batch,
@@ -361,16 +367,13 @@ def show(
     """Print the settings or the launcher's file, and the ZeRO table."""
     taken = _taken(settings, typed())
     text = emit and emit_training(emit, settings, zero=zero, offload=offload, precision=precision, nodes=nodes)
-    if as_json:
-        report = {**_as_object(settings), "from_loader": taken}
-        if emit:
-            report["emit"] = {"kind": emit, "text": text}
-        if rows:
-            report["zero"] = [asdict(row) for row in rows]
-        click.echo(json.dumps(report, ensure_ascii=False))
-        return
-    click.echo(text or as_text(settings, taken))
-    if rows:
+    more: dict[str, Any] = {"emit": {"kind": emit, "text": text}} if emit else {}
+    more |= {"zero": [asdict(row) for row in rows]} if rows else {}
+    print_result(
+        as_json, "tune", lambda: {**_as_object(settings), "from_loader": taken, **more},
+        lambda: text or as_text(settings, taken),
+    )  # fmt: skip
+    if rows and not as_json:
         # Not part of the file on stdout.
         click.echo("\n" + zero_text(rows, ram), err=bool(emit))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from legroom.cli.help import columns_of
 from legroom.cli.language_and_streams import write_line
-from legroom.cli.options import AT_LEAST_0, AT_LEAST_1, DURATION, refuse_beside, typed
+from legroom.cli.options import AT_LEAST_0, AT_LEAST_1, DURATION, refuse_beside, root_option, typed
 from legroom.cli.text_layout import remark_text
 from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
@@ -63,9 +63,7 @@ if TYPE_CHECKING:
     "--on-alarm", metavar="CMD", help="Run the shell command CMD for each alarm, with the alarm as JSON on stdin."
 )
 @click.option("--webhook", metavar="URL", help="Send each alarm as JSON to URL (HTTP POST).")
-@click.option(
-    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
-)
+@root_option
 def command(
     pid: int | None,
     match: str | None,
@@ -95,8 +93,8 @@ def command(
     from legroom.monitor.watch_in_script import checked_interval
     from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically
 
-    if sum(option is not None for option in (pid, match, replay)) > 1:
-        raise click.UsageError(say("--pid, --match and --replay cannot be combined"))
+    refuse_beside("pid", {"match", "replay"})
+    refuse_beside("match", {"replay"})
     if log is not None and replay is not None and os.path.realpath(log) == os.path.realpath(replay):
         raise click.UsageError(say("--log and --replay name the same file"))
     refuse_beside("replay", {"interval", "root", "prometheus"})  # nothing is sampled
@@ -233,7 +231,7 @@ def _columns() -> int | None:
     """The width of the terminal now; None for a pipe or a file, where lines are not cut."""
     if not sys.stdout.isatty():
         return None
-    return shutil.get_terminal_size().columns
+    return columns_of(sys.__stdout__) or 80
 
 
 class _JsonLines:

@@ -192,6 +192,7 @@ class Demo:
     folder: Path = Path()  # of the demo
     environment: Mapping[str, str] = field(default_factory=dict)
     stage: str = ""
+    title: str = ""  # of the stage, in words
     children: list[Child] = field(default_factory=list)  # of this stage
     samples: list[dict[str, Any]] = field(default_factory=list)  # when, act (the stage), held: PSS by name
     marks: list[dict[str, Any]] = field(default_factory=list)  # when, text
@@ -208,7 +209,7 @@ class Demo:
 
     def begin(self, stage: str, title: str) -> None:
         """Begin the next stage."""
-        self.stage, self.children = stage, self.runs.setdefault(stage, [])
+        self.stage, self.title, self.children = stage, title, self.runs.setdefault(stage, [])
         self.screen.headline(self.clock, title)
 
     def tell(self, text: str, mark: str | None = None) -> None:
@@ -228,7 +229,7 @@ class Demo:
         child.start(self.folder)
         return child
 
-    def until(self, reached: Callable[[], object], what: str, *, may_end: Child | None = None) -> None:
+    def until(self, reached: Callable[[], object], *, may_end: Child | None = None) -> None:
         """Run until that is true; an error where a child other than ``may_end`` ended before it was done."""
         deadline = time.monotonic() + _WITHIN
         while True:
@@ -240,7 +241,7 @@ class Demo:
                     raise child.failed()
             if time.monotonic() >= deadline:
                 raise DemoFailed(
-                    say("the demo timed out waiting for {what}", what=what),
+                    say("the demo timed out in stage {name}", name=self.title),
                     why=say("{seconds:.0f} s passed", seconds=_WITHIN),
                     fix=(say("keep the logs:\nlegroom demo --keep"),),
                 )
@@ -317,7 +318,7 @@ class Demo:
             trials = [self._trial(name, rows, 8 if quick else 12) for name in ("torch", "legroom")]
         rounds, seconds = (1, 0.5) if quick else (3, 0.8)
         child = self.start("speed", "speed", {"batch": BATCH, "rounds": rounds, "seconds": seconds})
-        self.until(lambda: child.ended and child.done, say("the speed of the DataLoaders"))
+        self.until(lambda: child.ended and child.done)
         rates = best_rates(child.all("rate"))
         self.tell(say("batches per second: torch {torch:.0f}, Legroom {legroom:.0f}, data.batches {batches:.0f}",
                       **rates))  # fmt: skip
@@ -332,7 +333,7 @@ class Demo:
         stood_still = False
         child = self.start(loader, "trial", {"batch": rows, "batches": batches}, "--loader", loader)
         try:
-            self.until(lambda: child.ended or stalled(), say("a DataLoader"), may_end=child)
+            self.until(lambda: child.ended or stalled(), may_end=child)
             stood_still = not child.ended
         finally:
             end_all([child])
@@ -362,15 +363,15 @@ class Demo:
         """Stage 2: runs with a copy each, until the memory of all has been measured together."""
         title = say("2  {count} training runs with a copy each", count=self.size.runs)
         children = self._train(SEPARATE, title, _FEW_STEPS, LEGROOM_DISABLE="1")
-        self.until(lambda: all(child.all("ready") for child in children), say("the training runs"))
+        self.until(lambda: all(child.all("ready") for child in children))
         samples = len(self.samples) + 2
-        self.until(lambda: len(self.samples) >= samples, say("their memory"))
+        self.until(lambda: len(self.samples) >= samples)
         self._finish()
         self.tell(say("together they used {size}", size=size_or_unknown(peak(self.samples, SEPARATE, self.size.runs))))
 
     def shared(self) -> Result:
         """Stage 3: the same script on one copy, to the end; one run is killed and restarted. What the kill led to."""
-        self.until(lambda: self.clock - self.made > _SETTLED, say("the file to settle"))
+        self.until(lambda: self.clock - self.made > _SETTLED)
         # On a busy machine the stages before took longer, and less time is left.
         lasts = _LASTS_QUICK if self.size.quick else min(_LASTS, max(_LASTS_QUICK, _ALL_OF_IT - self.clock))
         steps = steps_for(median(child.all("ready")[0]["rate"] for child in self.runs[SEPARATE]), lasts)
@@ -380,8 +381,8 @@ class Demo:
         self.tell(say("one run loaded the data into the page cache; all had it after {at_once} "
                       "(with a copy each: {plain_at_once})", **times))  # fmt: skip
         child, samples = children[min(_KILLED, len(children) - 1)], len(self.samples) + 2
-        self.until(lambda: any(one["step"] >= steps * _KILL_AT for one in child.all("saved")), say("a checkpoint"))
-        self.until(lambda: len(self.samples) >= samples, say("their memory"))
+        self.until(lambda: any(one["step"] >= steps * _KILL_AT for one in child.all("saved")))
+        self.until(lambda: len(self.samples) >= samples)
         rescue = self._kill_and_resume(child)
         self._finish()
         size = size_or_unknown(peak(self.samples, SHARED, self.size.runs))
@@ -394,13 +395,13 @@ class Demo:
         for number, name in enumerate(NAMES[: self.size.runs]):
             given = {"engine": self.size.engine, "steps": steps, "seed": number, "rate": _RATES[number]}
             self.start(name, "train", given, **variables)
-        self.until(lambda: all(child.all("step") for child in self.children), say("the training runs"))
+        self.until(lambda: all(child.all("step") for child in self.children))
         return self.children
 
     def _finish(self) -> None:
         """Let the runs of this stage end: all have been measured, and the one to be killed has been killed."""
         (self.folder / self.stage / MAY_END).touch()
-        self.until(lambda: all(child.ended and child.done for child in self.children), say("their end"))
+        self.until(lambda: all(child.ended and child.done for child in self.children))
 
     def opening(self) -> Result:
         """Seconds until the runs had their data: all at once, and one that came later."""
@@ -423,13 +424,12 @@ class Demo:
             raise DemoFailed(say("training run {name} ended before it could be killed", name=child.name))
         os.kill(pid, signal.SIGKILL)
         child.note = say("killed")
-        self.until(lambda: parse_status(self.host.text(f"/proc/{pid}/status") or "", pid) is None, say("its end"),
-                   may_end=child)  # fmt: skip
+        self.until(lambda: parse_status(self.host.text(f"/proc/{pid}/status") or "", pid) is None, may_end=child)
         found = newest_complete(str(child.folder / CHECKPOINTS))
         step = last_step(child.messages, found.path)
         self.tell(say("training run {name} killed on purpose after step {step}: kill -9 {pid}",
                       name=child.name, step=step, pid=pid), mark=child.note)  # fmt: skip
-        self.until(lambda: child.ended, "legroom run", may_end=child)
+        self.until(lambda: child.ended, may_end=child)
         report = child.report()
         evidence = list(report.get("evidence") or ())
         self.tell(say("legroom run: {verdict} ({sure:.0%} sure): {summary}", verdict=report.get("verdict"),
@@ -441,7 +441,7 @@ class Demo:
         child.start(self.folder, "--resume", found.path)
         child.note = say("restarted")
         before = len(child.all("step"))
-        self.until(lambda: child.all("step")[before:], say("the restart"))
+        self.until(lambda: child.all("step")[before:])
         resumed, back, child.note = child.all("resumed")[0]["step"], child.all("step")[before]["when"] - when, None
         self.tell(say("resumed from its newest whole checkpoint, step {step}, {seconds:.1f} s after the kill",
                       step=resumed, seconds=back), mark=say("resumed"))  # fmt: skip

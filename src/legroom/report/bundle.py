@@ -24,7 +24,7 @@ from legroom.system.atomic_file import PRIVATE, create_file
 from legroom.units import format_size
 
 CONTENTS = "CONTENTS.txt"
-_OPEN_TO_OWNER = 0o600
+_FIRST, _LAST = 315532800.0, 4354819198.0  # a .zip holds the times from 1980 to 2107
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,13 @@ def hidden_line(hidden: Mapping[str, int]) -> str:
 
 def pack(packed: Sequence[RedactedPart], path: str, now: float | None = None) -> bytes:
     """The parts as a .zip or .tar.gz archive, by the suffix of the path."""
-    when = time.time() if now is None else now
+    when = min(max(time.time() if now is None else now, _FIRST), _LAST)  # without a battery, a clock begins at 1970
     buffer = io.BytesIO()
     if path.endswith(".zip"):
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for one in packed:
                 entry = zipfile.ZipInfo(one.name, time.gmtime(when)[:6])
-                entry.external_attr = _OPEN_TO_OWNER << 16
+                entry.external_attr = PRIVATE << 16
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(entry, one.text.encode())
     else:
@@ -121,7 +121,7 @@ def pack(packed: Sequence[RedactedPart], path: str, now: float | None = None) ->
         with tarfile.open(fileobj=buffer, mode="w:gz") as bag:
             for one in packed:
                 member = tarfile.TarInfo(one.name)
-                member.size, member.mode, member.mtime = one.size, _OPEN_TO_OWNER, int(when)
+                member.size, member.mode, member.mtime = one.size, PRIVATE, int(when)
                 bag.addfile(member, io.BytesIO(one.text.encode()))
     return buffer.getvalue()
 
@@ -158,7 +158,10 @@ def _exists(path: str) -> UsageError:
 
 
 def _unwritable(path: str, problem: OSError) -> UsageError:
-    fix: tuple[str, ...] = (say("name a file in a directory that you can write to: --out /tmp/report.zip"),)
+    fix: tuple[str, ...] = (
+        say("choose a file in an existing directory that you can write to"),
+        "--out /tmp/report.zip",
+    )
     if problem.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
         folder = os.path.dirname(path) or "."
         fix = (say("the disk is full. Write to another disk: --out DIRECTORY/report.zip"), *free_disk(folder))

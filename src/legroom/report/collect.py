@@ -13,11 +13,12 @@ import json
 import os
 import platform
 import re
+import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from legroom.advice.choose_settings import safe_settings
 from legroom.advice.findings import findings
@@ -68,9 +69,11 @@ def collect(attachments: Attachments, host: Host | None = None) -> Collected:
         Part("settings.json", say("environment variables LEGROOM_*"), settings(recorder.env)),
     ]
     if recorder.live:
-        parts += _tried(
-            "cache.json", say("entries of the shared cache"), lambda: _cache(found), left_out
-        )  # fmt: skip
+        try:
+            parts.append(Part("cache.json", say("entries of the shared cache"), _cache(found)))
+        except (LegroomError, OSError) as problem:
+            why = problem.what if isinstance(problem, LegroomError) else problem.strerror or str(problem)
+            left_out.append(say("{name}: {why}", name="cache.json", why=why))
     for path, text in recorder.tree().items():
         parts.append(Part(MACHINE + path, say("file read by the probes"), text, addresses=path != "/recording.json"))
     sources = tuple(source for entry in found for source in entry.sources)
@@ -146,15 +149,6 @@ def _entry(entry: Entry) -> dict[str, Any]:
     return whole
 
 
-def _tried(name: str, about: str, read: Callable[[], Any], left_out: list[str]) -> list[Part]:
-    try:
-        return [Part(name, about, read())]
-    except (LegroomError, OSError) as problem:
-        what = problem.what if isinstance(problem, LegroomError) else os.strerror(problem.errno or 0)
-        left_out.append(say("{name}: {why}", name=name, why=what))
-        return []
-
-
 # The recording.
 
 LONGEST = 128 << 10  # characters of one file: mounts of a machine with a thousand containers
@@ -185,6 +179,16 @@ class RecordedAnswers:
     rlimits: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
+Answer = TypeVar("Answer")
+
+
+def _noted(answers: dict[str, Answer], key: str, answer: Answer | None) -> Answer | None:
+    """The answer, kept if there is one."""
+    if answer is not None:
+        answers[key] = answer
+    return answer
+
+
 @dataclass(frozen=True)
 class RecordingHost(Host):
     """A host that records what is read from it."""
@@ -209,22 +213,13 @@ class RecordingHost(Host):
         return found
 
     def disk_space(self, path: str) -> DiskSpace | None:
-        found = super().disk_space(path)
-        if found is not None:
-            self.answers.rooms[path] = found
-        return found
+        return _noted(self.answers.rooms, path, super().disk_space(path))
 
     def owner_mode(self, path: str) -> tuple[int, int] | None:
-        found = super().owner_mode(path)
-        if found is not None:
-            self.answers.owners[path] = found
-        return found
+        return _noted(self.answers.owners, path, super().owner_mode(path))
 
     def rlimit(self, name: str) -> tuple[int, int] | None:
-        found = super().rlimit(name)
-        if found is not None:
-            self.answers.rlimits[name] = found
-        return found
+        return _noted(self.answers.rlimits, name, super().rlimit(name))
 
     def tree(self) -> dict[str, str]:
         """The recording: the text of each path, with ``recording.json``."""
@@ -290,11 +285,11 @@ _RUN = "legroom.run/1"
 def attached_parts(attachments: Attachments, machine: Machine) -> Iterator[Part]:
     """The parts from these files; an error where one of them is something else."""
     if attachments.log is not None:
-        facts = read_log(attachments.log)
-        evidence = Evidence(log=facts)
+        end = log_end(_end(attachments.log, LOG_END))  # refuses a pipe, which could not be read twice
+        evidence = Evidence(log=read_log(attachments.log))
         verdict = with_fixes(classify(evidence), evidence, machine)
         yield Part("explain.json", say("diagnosis of the failure, from the log"), verdict_object(verdict))
-        yield Part("training.log", say("the end of the training log"), log_end(_end(attachments.log, LOG_END)))
+        yield Part("training.log", say("the end of the training log"), end)
     if attachments.run is not None:
         yield Part("run.json", say("the report of legroom run"), run_report(attachments.run))
     if attachments.watch is not None:
@@ -368,6 +363,8 @@ def watch_end(path: str) -> dict[str, Any]:
 def _end(path: str, keep: int) -> bytes:
     """The last bytes of a file."""
     try:
+        if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):
+            raise ValueError(say("not a regular file"))  # opening a FIFO waits for a writer, and a device has no end
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - keep))

@@ -18,7 +18,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Final
 
 
@@ -158,6 +158,7 @@ _ADDRESSES = frozenset({"ip", "mac"})
 _SHORTEST = {"secret": 6, "user": 2, "host": 3, "home": 4, "file": 4}
 # A name ends where no letter follows; for file names no digit either: a1.h5 is not in data1.h5.
 _LETTER, _LETTER_DIGIT = r"[^\W\d_]", r"[^\W_]"
+_DEEPEST = 40  # groups in groups in a pattern: the compiler of patterns is recursive
 _EDGES = {"secret": "", "home": _LETTER_DIGIT, "user": _LETTER, "host": _LETTER_DIGIT, "file": _LETTER_DIGIT}
 
 
@@ -187,6 +188,7 @@ class Redactor:
     identities: Identities = field(default_factory=Identities)
     counts: Counter[str] = field(default_factory=Counter)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
+    _numbers: Counter[str] = field(default_factory=Counter)  # the last number of each kind
     _learned: dict[str, set[str]] = field(default_factory=dict)
     _literals: dict[str, re.Pattern[str] | None] | None = None
 
@@ -261,8 +263,8 @@ class Redactor:
         self.counts[found.kind] += 1
         key = (found.kind, _canonical(found.value))
         if key not in self._names:
-            number = 1 + sum(kind == found.kind for kind, _ in self._names)
-            self._names[key] = f"{found.kind}-{number}"
+            self._numbers[found.kind] += 1
+            self._names[key] = f"{found.kind}-{self._numbers[found.kind]}"
             if found.kind == "file":
                 self._names[key] += os.path.splitext(key[1])[1]
             elif found.kind == "home":
@@ -303,7 +305,7 @@ def _any_of(kind: str, names: Iterable[str]) -> re.Pattern[str] | None:
 
     Host names may be short: a short one is hidden where it is a word of its own.
     """
-    spelt: set[str] = set()
+    spelt: dict[str, None] = {}  # in lower case: the pattern ignores case
     short: set[str] = set()
     for name in names:
         if kind in ("user", "host") and name.casefold() in COMMON:
@@ -312,9 +314,9 @@ def _any_of(kind: str, names: Iterable[str]) -> re.Pattern[str] | None:
             if kind == "host" and name:
                 short.add(name)
             continue
-        cases = (name, name.upper(), name.lower(), name.casefold(), name.title())
-        spelt.update(unicodedata.normalize(form, case) for form in ("NFC", "NFD") for case in cases)
-        spelt.update(cases)
+        cases = (name, name.upper(), name.lower(), name.casefold(), name.title()) if not name.isascii() else (name,)
+        forms = {unicodedata.normalize(form, case) for form in ("NFC", "NFD") for case in cases}
+        spelt.update(dict.fromkeys(map(_lowered, (*cases, *forms))))
     edge = _EDGES[kind]
     before, after = (f"(?<!{edge})", f"(?!{edge})") if edge else ("", "")
     patterns = [f"{before}(?:{_alternatives(spelt)}){after}"] if spelt else []
@@ -323,9 +325,26 @@ def _any_of(kind: str, names: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(patterns), re.IGNORECASE) if patterns else None
 
 
-def _alternatives(names: Iterable[str]) -> str:
-    """A pattern for each of the names, the longest first."""
-    return "|".join(re.escape(name) for name in sorted(names, key=lambda name: (-len(name), name)))
+def _lowered(name: str) -> str:
+    """In lower case, character by character, as the pattern compares them; one that becomes several stays."""
+    return "".join(low if len(low := letter.lower()) == 1 else letter for letter in name)
+
+
+def _alternatives(names: Iterable[str], depth: int = 0) -> str:
+    """A pattern for each of the names, the longest first.
+
+    Names with the same beginning share it, so that thousands of file names cost no more at each place of a text than
+    their number of letters.
+    """
+    if depth == _DEEPEST:
+        return "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
+    parts = []
+    for first, group in groupby(sorted(names, reverse=True), key=lambda name: name[:1]):  # "" is the last
+        alike = list(group)
+        common = os.path.commonprefix(alike) if first else ""  # noqa: RUF071 - letters, not directories
+        rest = _alternatives([name[len(common) :] for name in alike], depth + 1) if len(alike) > 1 else ""
+        parts.append(re.escape(common) + (f"(?:{rest})" if rest else ""))
+    return "|".join(parts)
 
 
 def _canonical(value: str) -> str:

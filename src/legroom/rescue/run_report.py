@@ -66,12 +66,16 @@ def _attempt_object(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def write_report(run: SupervisedRun, path: str) -> tuple[str, str]:
-    """Write FILE.json and FILE.html, for either as FILE; return their paths."""
-
+def report_paths(path: str | Path) -> tuple[str, str]:
+    """FILE.json and FILE.html, for either as FILE."""
     base = Path(path)
     stem = base.with_suffix("") if base.suffix in (".json", ".html") else base
-    names = (f"{stem}.json", f"{stem}.html")
+    return f"{stem}.json", f"{stem}.html"
+
+
+def write_report(run: SupervisedRun, path: str) -> tuple[str, str]:
+    """Write FILE.json and FILE.html; return their paths."""
+    names = report_paths(path)
     replace_file(names[0], json.dumps(run_object(run), ensure_ascii=False, indent=1))
     replace_file(names[1], run_page(run))
     return names

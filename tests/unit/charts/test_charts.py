@@ -32,7 +32,7 @@ from legroom.charts.drawing import (
     xml_text,
 )
 from legroom.charts.html_page import bullets, element, page, table
-from legroom.charts.pool_and_process_charts import amount, pool_chart
+from legroom.charts.pool_and_process_charts import GrowthLine, amount, growth_chart, pool_chart
 from legroom.errors import MissingPackage, UsageError
 from legroom.records.gpu_results import BatchFound, Trial
 from legroom.records.watch_sample import AlarmSpan, Mark, PoolPoint
@@ -184,6 +184,13 @@ def test_file_descriptors_have_no_unit() -> None:
 
 
 # Batch sizes.
+
+
+def test_a_growth_chart_is_as_high_as_what_it_names() -> None:
+    lines = [GrowthLine(f"line {number}", ((0, 0), (9, 9))) for number in range(9)]
+    drawing = growth_chart("ram", ((0, 5), (9, 50)), lines)
+    lowest = max(shape.y for shape in drawing.shapes if isinstance(shape, Text))
+    assert 0 < drawing.height - lowest < 40
 
 
 def test_a_batch_search_shows_trials_limits_and_units(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -70,6 +71,38 @@ def test_drop_all_says_what_it_removes_and_can_be_tried(home: Path, capsys: pyte
     assert _json(capsys, "drop", "train.npy", "--dry-run")["dry_run"] is True
     assert [entry.key for entry in legroom.cache.list_and_verify.entries()] == [key]
     assert "removed 1 entry" in _text(capsys, "drop", "--all")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_drop_all_asks_on_a_terminal_and_nowhere_else(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drop(answer: str, *options: str, status: int = 0) -> str:
+        if not legroom.cache.list_and_verify.entries():
+            legroom.open("train.npy").close()
+        monkeypatch.setattr(sys, "stdin", _Terminal(answer))
+        return _text(capsys, "drop", "--all", *options, status=status)
+
+    assert "?" not in drop("n\n")  # standard output is no terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for no in ("n\n", "\n", "what\n", ""):
+        shown = drop(no, status=1)
+        assert shown.startswith("Remove 1 entry (") and shown.endswith(")? [y/N] nothing was removed\n")
+    assert "would remove 1 entry" in drop("n\n", "--dry-run")
+    assert legroom.cache.list_and_verify.entries()
+    assert "? [y/N] removed" in drop("y\n") and not legroom.cache.list_and_verify.entries()
+    assert "removed 1 entry" in drop("YES\n")
+    for options in (("--yes",), ("--json",)):
+        assert "?" not in drop("n\n", *options) and not legroom.cache.list_and_verify.entries()
+    assert "?" not in _text(capsys, "drop", "--all")  # there is nothing to remove
+    legroom.open("train.npy").close()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    assert "?" not in _text(capsys, "drop", "--all") and not legroom.cache.list_and_verify.entries()
+    assert "--yes needs --all" in _text(capsys, "drop", "train.npy", "--yes", status=2)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,21 @@ def test_usage_errors_are_json_too(
     assert report["error"].keys() == {"code", "message", "why", "fix"} and message in shown.err
 
 
+@pytest.mark.parametrize("problem", [OSError(28, "No space left", "/x/y"), MemoryError(), RecursionError("too deep")])
+def test_an_error_that_no_command_expects_has_a_message_and_is_json_too(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise problem
+
+    monkeypatch.setattr("legroom.cli.doctor.snapshot", fail)
+    assert run(["doctor", "--json"]) == 1
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)["error"]
+    assert error["message"].startswith(type(problem).__name__) and "in fail" in error["why"] and error["fix"]
+    assert "[error]" in shown.err and "Traceback" not in shown.err
+
+
 def test_an_option_of_the_supervised_command_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--bogus", "--", "python", "train.py", "--json"]) == 2
     assert capsys.readouterr().out == ""

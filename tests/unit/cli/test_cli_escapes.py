@@ -84,7 +84,7 @@ def test_nothing_in_names_drives_the_terminal(tmp_path: Path, env: dict[str, str
         ["cache", "load", str(tmp_path / f"{HOSTILE}.h5")],
         ["explain", str(tmp_path / HOSTILE)],
         ["doctor", "--pid", HOSTILE],
-        ["cache", "drop", "--all"],
+        ["cache", "drop", "--all", "--yes"],
     ]
     for path in paths:
         subprocess.run([sys.executable, "-m", "legroom", "cache", "load", str(path)], env=env, check=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from legroom.cli.main import run
+from legroom.rescue import find_failures_in_log
 
 LOG = "Traceback (most recent call last):\n  File 'a'\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
 
@@ -31,6 +33,35 @@ def test_a_pipe_as_text() -> None:
     )
     assert done.stdout.startswith("gpu-oom, 85% sure") and "  do:  " in done.stdout
     assert all(len(line) <= 100 or " " not in line.strip() for line in done.stdout.splitlines())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/fd and /dev/zero")
+def test_a_pipe_has_many_names_and_what_has_no_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(path: str, status: int = 0) -> str:
+        assert run(["explain", path]) == status
+        shown = capsys.readouterr()
+        return shown.err if status else shown.out
+
+    fifo, log = str(tmp_path / "fifo"), tmp_path / "train.log"
+    os.mkfifo(fifo)
+    log.write_text(LOG * 50_000)  # more than a pipe holds
+    with subprocess.Popen(["sh", "-c", 'sleep 0.2; exec cat "$0" > "$1"', str(log), fifo]):
+        assert told(fifo).startswith("gpu-oom")
+    monkeypatch.setattr(find_failures_in_log, "_WRITER_WITHIN", 0.1)
+    assert "no process writes into this FIFO" in told(fifo, 2)
+    for text, verdict in ((LOG, "gpu-oom"), ("", "unknown")):  # as the shell writes <(COMMAND)
+        with subprocess.Popen(["printf", "%s", text], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            assert told(f"/dev/fd/{writer.stdout.fileno()}").startswith(verdict)
+    for device in ("/dev/zero", "/dev/urandom"):
+        assert "a device" in told(device, 2)
+        with open(device) as endless:
+            done = subprocess.run([sys.executable, "-m", "legroom", "explain", "-"], stdin=endless, capture_output=True)
+        assert done.returncode == 2 and b"a device" in done.stderr
+    assert told("/dev/null").startswith("unknown")
+    assert told("/proc/self/status").startswith("unknown")  # of no size
 
 
 @pytest.mark.parametrize("content", [b"", b"epoch 1\nloss 0.3\n", bytes(range(256)) * 40])

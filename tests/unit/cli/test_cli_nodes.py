@@ -78,6 +78,7 @@ def test_doctor_shows_the_worst_node_first(
     assert [one["address"] for one in found] == order and cluster == ["10.0.0.1:6379"]
     assert run(["nodes", "doctor"]) == 1
     text = capsys.readouterr().out
+    assert "CRITICAL: " in text and "WARNING: " in text  # as doctor prints it, in the user's language
     places = [text.index(address) for address in order]
     assert places == sorted(places) and cluster[1:] == ["auto"]
     answers(_with(1, "warning"), _node(2))

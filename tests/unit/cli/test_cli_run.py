@@ -333,6 +333,10 @@ def test_the_report_lists_every_attempt(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
     done = _run("--report", "nowhere/story", "--", "sh", "-c", "touch started", folder=tmp_path)
     assert done.returncode == 2 and b"cannot write nowhere/story" in done.stderr
+    for name in ("a.json", "b.html"):
+        (tmp_path / name).mkdir()
+        done = _run("--report", name[0], "--", "sh", "-c", "touch started", folder=tmp_path)
+        assert done.returncode == 2 and f"cannot write {name[0]}".encode() in done.stderr
     assert not (tmp_path / "started").exists()
 
 

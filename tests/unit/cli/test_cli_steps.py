@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 from collections.abc import Iterator
-from os import terminal_size
 from pathlib import Path
 
 import pytest
@@ -74,7 +72,7 @@ def _every_fix() -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("columns", [40, 80, 100])
 def test_no_newline_splits_a_command(language: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback=None: terminal_size((columns, 24)))
+    monkeypatch.setenv("COLUMNS", str(columns))
     checked = 0
     for fix in _every_fix():
         shown = "\n".join(steps(fix)).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -216,6 +217,26 @@ def test_bad_options_are_refused_before_anything_starts(flags: list[str], capsys
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_chart_that_cannot_be_written_loses_no_figures(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    result = {**_result(), "kept": None}
+    monkeypatch.setattr("legroom.demo.demo_stages.run_demo", lambda *_, **__: result)
+    monkeypatch.setattr("legroom.system.atomic_file.replace_file", refuse)
+    chart = tmp_path / "x.svg"
+    assert run(["demo", "--out", str(chart), *flags]) == 2
+    shown = capsys.readouterr()
+    assert f"cannot write {chart}: No space left on device" in shown.err
+    if flags:
+        assert json.loads(shown.out) == {**result, "picture": None}
+    else:
+        assert "2.34 GB" in shown.out and str(chart) not in shown.out
+
+
 # Children.
 
 
@@ -359,7 +380,7 @@ def test_a_killed_run_is_not_resumed_from_a_step_after_the_one_it_was_killed_at(
     demo.children = [child]
     child.start(tmp_path)
     try:
-        demo.until(lambda: child.last("step"), "its first message")
+        demo.until(lambda: child.last("step"))
         np.savez(checkpoint, step=45)
         rescue = demo._kill_and_resume(child)
     finally:

@@ -121,7 +121,7 @@ def test_texts() -> None:
     )
     lost = NodeAnswer("c", "10.0.0.2", "failed", {}, error)
     assert sorted([well, sick, lost], key=lambda one: -ray_cluster_commands.worst(one)) == [lost, sick, well]
-    assert "critical: /dev/shm is full [shm-full]" in doctor_text([sick, well, lost])
+    assert "CRITICAL: /dev/shm is full [shm-full]" in doctor_text([sick, well, lost])
     entry = {"sources": ["s3://b/k"], "key": "a" * 32, "bytes": 5}
     some = NodeAnswer("a", "10.0.0.9", "ok", {"entries": [entry]})
     assert "on 1 of 3 nodes: 10.0.0.9" in list_text([some, well, lost]) and "on the only node" in list_text([some])

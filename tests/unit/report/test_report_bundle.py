@@ -214,6 +214,29 @@ def test_the_same_parts_make_the_same_archive() -> None:
         assert bag.getnames() == ["a.txt", "b/c.txt"]
 
 
+@pytest.mark.parametrize("clock", [0.0, -1.0, 1e10])
+@pytest.mark.parametrize("name", ["x.zip", "x.tgz"])
+def test_a_clock_outside_the_years_of_a_zip_does_not_prevent_a_report(clock: float, name: str) -> None:
+    assert pack([RedactedPart("a.txt", "", "ä")], name, clock)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no fifos here")
+@pytest.mark.parametrize("option", ["--log", "--run", "--watch"])
+def test_a_pipe_is_refused_and_not_waited_for(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (str(tmp_path / "fifo"), "/dev/zero"):
+        assert run(["report", option, path, "--show"]) == 2
+        assert "not a regular file" in capsys.readouterr().err
+
+
+def test_why_the_cache_was_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError("the store is gone")  # without a number
+
+    monkeypatch.setattr("legroom.cache.list_and_verify.entries", refuse)
+    assert collect(Attachments()).left_out == ("cache.json: the store is gone",)
+
+
 def test_a_long_log_is_cut_between_lines() -> None:
     line = b"token=abcdefgh and so on\n"
     data = (line * (LOG_END // len(line) + 1))[-LOG_END:]

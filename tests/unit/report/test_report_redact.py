@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
+import time
 import uuid
 from collections.abc import Callable
 from urllib.parse import quote
@@ -273,6 +274,23 @@ def test_versions_are_not_addresses_where_that_is_known() -> None:
 @pytest.mark.parametrize("unit", ["A", "a_b-", "x.", "%41", "\\u0041", "1:", "a@", "--key "])
 def test_long_lines_take_bounded_time(unit: str) -> None:
     assert Redactor().text(unit * (100_000 // len(unit))) is not None
+
+
+def test_thousands_of_file_names_take_bounded_time() -> None:
+    log = "".join(f"step {step}: read /data/set/image_{step:06d}.jpg\n" for step in range(15_000))
+    redactor, began = Redactor(), time.process_time()
+    redactor.learn(log)
+    assert "file-15000.jpg" in redactor.text(log) and redactor.text("no name here\n" * 20_000)
+    assert time.process_time() - began < 20  # a minute, where each name is tried at each place
+
+
+@given(st.sets(st.text("xyXY-é1", min_size=4, max_size=9), min_size=1), st.text("xyXY-é1 .", max_size=60))
+@example({"x" * count for count in range(4, 300)}, "x" * 200 + " " + "x" * 320)
+def test_names_with_the_same_beginning_are_found_whole(given_names: set[str], text: str) -> None:
+    longest_first = "|".join(map(re.escape, sorted(given_names, key=len, reverse=True)))
+    expected = re.sub(rf"(?<![^\W_])(?:{longest_first})(?![^\W_])", "#", text, flags=re.IGNORECASE)
+    hidden = Redactor(Identities(files=frozenset(given_names))).text(text)
+    assert re.sub(r"file-\d+", "#", hidden).replace("_", "") == expected
 
 
 @given(st.text())
