@@ -6,7 +6,7 @@ The path and its reason are ``Batches.path`` and ``Batches.why``.
     cuda-resident     arrays in GPU memory, gathered there                    resident=True
     cuda-copy-engine  fetched by the GPU's copy engines, row by row           entries in shared memory, large rows
     cuda-kernel       gathered by a kernel that takes few of the GPU's cores  entries in shared memory, small rows
-    cuda-registered   gathered by torch's index_select on the GPU             where the driver is too old for both
+    cuda-registered   gathered by torch's index_select on the GPU             where the kernel cannot be compiled
     cuda-pinned       gathered into page-locked buffers, then copied          entries on disk, or registering failed
     cuda-copy         gathered into ordinary memory, then copied              where page-locking failed too
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,18 +367,9 @@ def open_gatherer(
     why = _why_not_registered(entry, columns, files) or driver.why_no_registering()
     if why is None:
         try:
-            registered = register_columns(driver, columns, files)
+            return open_registered(driver, rows, partial(register_columns, driver, columns, files), settings)
         except CudaRefused as refusal:
-            why = say("CUDA did not register the shared copy: {refusal}", refusal=refusal)
-        else:
-            try:
-                return open_registered(driver, rows, registered, settings)
-            except CudaRefused as refusal:
-                registered.release()
-                why = str(refusal)
-            except BaseException:
-                registered.release()
-                raise
+            why = str(refusal)
     if settings.path is not None:
         raise UsageError(
             say("path={path!r} cannot be used", path=settings.path),
