@@ -44,6 +44,9 @@ from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import malloc_trim
 from legroom.units import format_size, parse_size
 
+# Set by the command line, which has nothing else to do: a guard may take this process's place and start it again.
+may_be_replaced = False
+
 _TIMEOUT = 60.0
 _LEAST_S = 1.0  # for the trial run, however long the measurement took
 _TRIAL_S = 8.0  # for the batches of a trial run, beyond the few that it needs
@@ -160,10 +163,11 @@ def check(
     tries = True
     # With another root, other processes would run. On other systems memory cannot be watched.
     here = host.live and host.root == Path("/") and host.platform == "linux"
+    restarts = leaving and may_be_replaced
     if dataset is not None:
         _require_dataset_alone(data, sample_bytes)
         try:
-            if leaving and (before := _tried_before(dataset, timeout)):
+            if restarts and (before := _tried_before(dataset, timeout)):
                 measured, own, trial = before
             else:
                 measured, tries = _measure(opened, batch_size, collate_fn, start_method, timeout, here=here)
@@ -182,13 +186,13 @@ def check(
         if batch_size is None:
             raise UsageError(say("the batch size is missing"), fix=(say("pass batch_size="),))
         batch = _given_batch(data, keys, sample_bytes, batch_size)
-        if here and leaving and (before := _tried_before("", timeout)):
+        if here and restarts and (before := _tried_before("", timeout)):
             _, _, trial = before
     machine = _with_checkpoints(_machine_for_run(host, leaving=leaving and here), host, checkpoint_dir)
     if trial is None and here and tries and _one_batch_fits(batch, machine):
         left = max(_LEAST_S, deadline - time.monotonic())
         trial = _tried(opened, collate_fn, demand, batch, measured, left, own=own if known else None, known=known,
-                       leaving=leaving)  # fmt: skip
+                       leaving=restarts)  # fmt: skip
     if trial is None:
         if dataset is None and here:
             demand = with_bare_processes(demand, timeout)
