@@ -28,7 +28,7 @@ import numpy as np
 from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
-from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
+from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_dtype
 from legroom.loader.rank_sampler import UNEVEN, Uneven
 from legroom.messages import counted, joined, listed, phrase, say
 from legroom.records.cache_entry import Entry
@@ -48,7 +48,7 @@ CUDA_PATHS = ("cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned
 
 _OPTIONAL = ("epoch", "sequence_length", "stride")
 # Each of these has a check of its own, which says more.
-_CHECKED = ("format", "keys", "rank", "world_size", "uneven", "transform", "path", "rows")
+_CHECKED = ("format", "keys", "uneven", "transform", "path", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class SplitGatherer:
 
 
 def _is_tensor(column: Column) -> bool:
-    return isinstance(column, np.ndarray) and torch_holds(column.dtype)
+    return isinstance(column, np.ndarray) and torch_dtype(column.dtype) is not None
 
 
 def _on_device(data: Data, columns: Mapping[str, Any], settings: BatchSettings) -> Gatherer:

@@ -21,7 +21,7 @@ from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from legroom.system.processes_and_threads import (
     start_thread_at_once,
     usable_cpus,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged | ColumnChunks
@@ -141,7 +144,7 @@ Taker = Callable[[NDArray, bool], Any]  # row numbers, and whether to use one co
 def _wrapper(column: Column, tensor: Callable[[NDArray], Any] | None) -> Callable[[Any], Any]:
     """What makes the value of a batch from the rows that were taken."""
     kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
-    wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
+    wrap = tensor if tensor is not None and torch_dtype(kind) is not None else _unchanged
     if not isinstance(column, Ragged):
         return wrap
     return _unchanged if column.text else lambda rows: [wrap(row) for row in rows]
@@ -203,15 +206,15 @@ def _unchanged(array: NDArray) -> NDArray:
     return array
 
 
-def torch_holds(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has tensors of that dtype; it has none for strings and dates."""
+@cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """torch's dtype for that; it has none for strings and dates."""
     import torch
 
     try:
-        torch.from_numpy(np.empty(0, dtype))
-    except TypeError:
-        return False
-    return True
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
 
 
 _LEAST_SHARED_COPY = 1 << 20  # bytes: below, starting a thread takes longer than the copy

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from legroom.errors import UnsupportedData, UsageError
+from legroom.loader.batches.cpu_gather import torch_dtype
 from legroom.loader.batches.cuda_calls_for_gather import Driver, cannot_use_cuda
 from legroom.messages import say
 
@@ -299,14 +300,13 @@ def row_layout(name: str, column: NDArray) -> RowLayout:
     import torch
 
     shape = column.shape[1:]
-    try:
-        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
-    except (TypeError, ValueError) as problem:
+    dtype = torch_dtype(column.dtype)
+    if dtype is None:
         raise UnsupportedData(
             say("{name} cannot be copied to a CUDA device", name=name),
             why=say("torch {version} has no dtype for {dtype}", version=torch.__version__, dtype=column.dtype),
             fix=(say("select other columns: keys=(…)"), say("or use format='numpy'")),
-        ) from problem
+        )
     return RowLayout(len(column), shape, prod(shape) * column.dtype.itemsize, dtype)
 
 
