@@ -276,4 +276,4 @@ def _checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
             why=say("the values come from {where}", where=where),
             fix=(say("pass a matching rank and world_size"),),
         )
-    return rank, world_size
+    return int(rank), int(world_size)  # plain ones, for states
