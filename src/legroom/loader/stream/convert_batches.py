@@ -7,16 +7,14 @@ arrays, or lists with torch. Arrays and tensors own their memory. Images and tok
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from legroom.errors import UnsupportedData
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import phrase, say
-from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
 
 Format = Literal["arrow", "numpy", "torch", "python"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 # Copies of a batch while it is returned: the last batch, still held by the consumer, the parts it is joined from,
 # the joined one, and the converted one.
@@ -26,7 +24,6 @@ _OBJECT = 56  # bytes of a Python number or short string, and its reference
 
 def converter(form: Format) -> Callable[[Any], Any]:
     """The function that converts a record batch to that format."""
-    check_choice("format", form, FORMATS)
     if form == "torch":
         require("torch", "torch", phrase("batches as tensors"))
         return lambda batch: {

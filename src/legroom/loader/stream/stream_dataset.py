@@ -147,7 +147,7 @@ def stream(
         drop_last: Drop a batch smaller than ``batch_size``.
         shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
     """
-    check_arguments(stream, locals(), ("columns", "batch_size", "memory", "seed", "format"))
+    check_arguments(stream, locals(), ("columns", "batch_size", "memory", "seed"))
     rank, world_size = rank_and_world(rank, world_size, os.environ, process_group())
     settings = StreamSettings(
         batch_size=check_integer("batch_size", batch_size, 1),
