@@ -80,7 +80,7 @@ class FakeDriver:
             self._thread.stream = before
             self.log.append(("off", stream.name))
 
-    def mark(self, stream: FakeStream, *, sleep: bool = False, timing: bool = False) -> FakeEvent:
+    def mark(self, stream: FakeStream, *, timing: bool = False) -> FakeEvent:
         self.log.append(("mark", stream.name))
         return FakeEvent(self.log, stream, self.gpu_clock)
 

@@ -253,8 +253,8 @@ def test_the_clock_of_the_gpu_decides_not_that_of_the_cpu(stored: Stored, monkey
 
     mark = driver.mark
 
-    def late_mark(stream: Any, *, sleep: bool = False, timing: bool = False) -> Any:
-        made = mark(stream, sleep=sleep, timing=timing)
+    def late_mark(stream: Any, *, timing: bool = False) -> Any:
+        made = mark(stream, timing=timing)
         return LateEvent(driver.log, stream, driver.gpu_clock) if timing else made
 
     monkeypatch.setattr(driver, "mark", late_mark)

@@ -34,6 +34,7 @@ from legroom.loader.measure.start_memory_guard import (
     child_environment,
     fork_guarded,
     last_lines,
+    module_command,
     run_guarded,
 )  # fmt: skip
 from legroom.messages import say
@@ -53,7 +54,6 @@ def measure_dataset(
     *,
     batch_size: int | None = None,
     collate: str | None = None,
-    samples: int = 32,
     timeout: float = 60,
     seconds: float = 2.0,
     transport: str | None = None,
@@ -68,7 +68,7 @@ def measure_dataset(
     for name in (spec, *([collate] if collate else [])):
         split_name(name)
     answer = in_child(
-        spec, timeout, task="measure", spec=spec, collate=collate, batch_size=batch_size, samples=samples,
+        spec, timeout, task="measure", spec=spec, collate=collate, batch_size=batch_size,
         seconds=seconds, transport=transport, method=method,
     )  # fmt: skip
     return measured_from(answer)
@@ -119,13 +119,7 @@ def in_child(
         path = folder / "request"
         where = {"loader_file": str(folder / "loader")} if request["task"] == "measure" else {}
         path.write_text(json.dumps({**request, **where}), encoding="utf-8")
-        line = [
-            sys.executable,
-            "-m",
-            "legroom.loader.measure.measure_dataset_in_child",
-            str(path),
-            str(folder / "answer"),
-        ]
+        line = module_command("legroom.loader.measure.measure_dataset_in_child", folder)
         run_it = run_guarded if sys.platform == "linux" else _run_unguarded
         return run_it(line, folder, timeout, environment or {})
 
@@ -198,11 +192,9 @@ def _out_of_memory(name: str, ran: GuardedRun, folder: Path) -> DatasetOutOfMemo
 
 def _raised(name: str, answer: dict[str, Any]) -> LegroomError:
     error = answer["error"]
-    for kind in (MissingKey, MissingPackage):  # nothing was loaded: a name or a package is missing
+    for kind in (MissingKey, MissingPackage, BatchSizeNeeded):  # nothing was loaded: something is missing
         if error["code"] == kind.code:
-            return kind(error["message"], why=error["why"], fix=error["fix"])
-    if answer.get("needs_batch_size"):
-        return BatchSizeNeeded(error["message"], why=error["why"], fix=tuple(error["fix"]))
+            return kind(error["message"], why=error["why"], fix=tuple(error["fix"]))
     if answer.get("at_import"):
         return DatasetFailed(error["message"], why=error["why"], fix=tuple(error["fix"]))
     lines = answer["tail"] or [error["message"], error.get("why")]
@@ -246,8 +238,6 @@ def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
         answer: dict[str, Any] = {"result": work()}
     except CannotImport as problem:
         answer = {"error": problem.error.as_dict(), "at_import": True}
-    except BatchSizeNeeded as problem:
-        answer = {"error": problem.as_dict(), "needs_batch_size": True}
     except LegroomError as problem:
         cause = problem.__cause__
         answer = {"error": problem.as_dict(), "tail": traceback_tail(cause) if cause else []}

@@ -239,13 +239,18 @@ def _start(plan: dict[str, Any]) -> int:
                 file.write(b"1000")
         except OSError:
             pass
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        output = os.open(plan["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        for target, source in ((0, nothing), (1, output), (2, output)):
-            os.dup2(source, target)
+        redirect(plan["output"])
         os.execve(plan["command"][0], plan["command"], plan["environment"])
     finally:
         os._exit(127)
+
+
+def redirect(output: str) -> None:
+    """Let this process read nothing, and write its output to a file."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for target, source in ((0, nothing), (1, sink), (2, sink)):
+        os.dup2(source, target)
 
 
 class _Output:

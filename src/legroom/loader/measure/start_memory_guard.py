@@ -53,6 +53,11 @@ class GuardedRun:
         return max((peak for at, peak in self.history if at <= moment), default=0)
 
 
+def module_command(name: str, folder: Path) -> list[str]:
+    """The command line of a module of Legroom that reads a request and writes an answer."""
+    return [sys.executable, "-m", name, str(folder / "request"), str(folder / "answer")]
+
+
 def run_guarded(
     command: Sequence[str], folder: Path, timeout: float, environment: Mapping[str, str] | None = None
 ) -> GuardedRun:
@@ -100,10 +105,7 @@ def fork_guarded(work: Callable[[], None], folder: Path, timeout: float) -> Guar
 
 def _output_to(path: Path) -> None:
     """Redirect all output of this process."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for target, source in ((0, nothing), (1, sink), (2, sink)):
-        os.dup2(source, target)
+    memory_guard_script.redirect(str(path))
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
