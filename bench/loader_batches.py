@@ -68,10 +68,10 @@ def looped(make: Callable[[], Iterable[Any]], consume: Callable[[], object] | No
 
 
 class Direct:
-    """In the place of prefetch.Prefetcher: no thread, ever."""
+    """In the place of batch_iterator.Prefetcher: no thread, ever."""
 
-    def __init__(self, gatherer: Any, _background: object) -> None:
-        self.gather, self.path, self.why = gatherer.gather, gatherer.path, gatherer.why
+    def __init__(self, gatherer: Any) -> None:
+        self.gather = gatherer.gather
         self.ahead = 0
 
     def begin(self, rows: object) -> None: ...

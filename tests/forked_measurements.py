@@ -15,7 +15,7 @@ def use_forks(setattr: Callable[[Any, str, Any], None]) -> None:
 
     mains = {child.__name__: child.main for child in (measure_dataset_in_child, dataloader_trial)}
 
-    def in_fork(line: list[str], folder: Path, timeout: float) -> GuardedRun:
+    def in_fork(line: list[str], folder: Path, timeout: float, environment: object = None) -> GuardedRun:
         assert line[1] == "-m"
         return fork_guarded(lambda: mains[line[2]](*line[3:]), folder, timeout)
 

@@ -129,7 +129,7 @@ def command(
     if share and dataset is not None:
         return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
-    from legroom.loader.legroom_check import check
+    from legroom.loader import legroom_check
     from legroom.probe.host_files_and_syscalls import Host
 
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:
@@ -144,7 +144,8 @@ def command(
         )
     for name in _OF_LOADER - typed():  # as the DataLoader has it
         training[name] = None
-    found = check(
+    legroom_check.may_be_replaced = main.is_program
+    found = legroom_check.check(
         dataset,
         batch_size=batch,
         collate_fn=collate,

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,11 @@ from legroom.advice.memory_need import (
     without_overlap,
 )
 from legroom.errors import DatasetOutOfMemory, UnknownFormat, UsageError
+from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
+from legroom.loader.measure.measure_dataset_in_child import measure_dataset, measure_object
 from legroom.loader.measure.memory_guard_script import RESERVE
+from legroom.loader.measure.start_dataloader_trial import tried_before, try_named, try_object
 from legroom.loader.measure_process_memory import private_bytes, with_bare_processes
 from legroom.loader.measure_process_memory import start_method as default_start_method
 from legroom.loader.settings_of_checked_dataloader import ANY_LOADER, settings_to_check, taken_from_dataloader
@@ -40,9 +44,11 @@ from legroom.records.finding_and_alarm import Finding
 from legroom.records.machine import Machine, Pool
 from legroom.records.workload import LoaderTrial, Measured, Need, Plan, Term
 from legroom.system.argument_checks import check_arguments, check_integer, check_seconds
-from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import malloc_trim
 from legroom.units import format_size, parse_size
+
+# Set by the command line, which has nothing else to do: a guard may take this process's place and start it again.
+may_be_replaced = False
 
 _TIMEOUT = 60.0
 _LEAST_S = 1.0  # for the trial run, however long the measurement took
@@ -160,10 +166,11 @@ def check(
     tries = True
     # With another root, other processes would run. On other systems memory cannot be watched.
     here = host.live and host.root == Path("/") and host.platform == "linux"
+    restarts = leaving and may_be_replaced
     if dataset is not None:
         _require_dataset_alone(data, sample_bytes)
         try:
-            if leaving and (before := _tried_before(dataset, timeout)):
+            if restarts and isinstance(dataset, str) and (before := tried_before(dataset, timeout)):
                 measured, own, trial = before
             else:
                 measured, tries = _measure(opened, batch_size, collate_fn, start_method, timeout, here=here)
@@ -182,13 +189,13 @@ def check(
         if batch_size is None:
             raise UsageError(say("the batch size is missing"), fix=(say("pass batch_size="),))
         batch = _given_batch(data, keys, sample_bytes, batch_size)
-        if here and leaving and (before := _tried_before("", timeout)):
+        if here and restarts and (before := tried_before("", timeout)):
             _, _, trial = before
     machine = _with_checkpoints(_machine_for_run(host, leaving=leaving and here), host, checkpoint_dir)
     if trial is None and here and tries and _one_batch_fits(batch, machine):
         left = max(_LEAST_S, deadline - time.monotonic())
         trial = _tried(opened, collate_fn, demand, batch, measured, left, own=own if known else None, known=known,
-                       leaving=leaving)  # fmt: skip
+                       leaving=restarts)  # fmt: skip
     if trial is None:
         if dataset is None and here:
             demand = with_bare_processes(demand, timeout)
@@ -271,13 +278,6 @@ def _one_batch_fits(batch: Batch, machine: Machine) -> bool:
     return ram is None or ram.free is None or sum(batch.tensors) < ram.free
 
 
-def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, Mapping[str, Any] | None, LoaderTrial] | None:
-    with import_lock:
-        from legroom.loader.measure.start_dataloader_trial import tried_before
-
-    return tried_before(dataset, timeout) if isinstance(dataset, str) else None
-
-
 def _tried(
     opened: FoundDataset,
     collate: Any,
@@ -295,10 +295,7 @@ def _tried(
     ``own``: the settings of the DataLoader that the dataset is given as, if that is ``known``.
     """
     dataset = opened.dataset
-    with import_lock:
-        from legroom.loader.measure.start_dataloader_trial import try_named, try_object, why_not
-
-    if why_not() is not None:
+    if find_spec("torch") is None:
         return None
     least = demand.num_workers * (demand.prefetch_factor + 4) + 4  # batches, if the number of samples is unknown
     sizes = [-(-size // batch.samples) for size in batch.tensors]
@@ -435,10 +432,6 @@ def _measure(
 ) -> tuple[Measured, bool]:
     """The measured dataset, and whether a trial run is possible."""
     dataset = opened.dataset
-    with import_lock:
-        from legroom.loader.measure.dataset_bytes_and_seconds import measure
-        from legroom.loader.measure.measure_dataset_in_child import measure_dataset, measure_object
-
     if isinstance(dataset, str):
         if collate_fn is not None and not isinstance(collate_fn, str):
             raise UsageError(

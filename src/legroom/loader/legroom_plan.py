@@ -85,6 +85,12 @@ def plan(
         host: The machine to read; None is this one.
     """
     check_arguments(plan, locals(), _CHECKED)
+    if shared and data is None:
+        raise UsageError(
+            say("shared=True needs a data file"),
+            why=say("it counts one copy of the file in /dev/shm"),
+            fix=("data='FILE'", say("or remove shared=True")),
+        )
     host = host or Host()
     demand = Demand(
         num_workers=num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,

@@ -12,7 +12,6 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from legroom.advice.job_settings_to_workload import Demand
@@ -21,7 +20,7 @@ from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.ram_swap_and_pressure import free_memory
 from legroom.probe.shm import shm_space
-from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.processes_and_threads import prefer_oom_kill
 from legroom.units import format_size
 
 _NOT_PRIVATE = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
@@ -106,12 +105,21 @@ class BareProcess:
         return self.forked if method == "fork" else self.process
 
 
-@cache
-def bare_process(timeout: float = 120.0) -> BareProcess:
-    """Measure a child process that imports torch, once in the lifetime of this process.
+_bare: list[BareProcess] = []  # once it has been measured
 
-    The child is the first that the OOM killer takes, and it is killed here while ``SPARE`` bytes are still free.
-    """
+
+def bare_process(timeout: float = 120.0) -> BareProcess:
+    """Measure a child process that imports torch, once in the lifetime of this process, whatever the timeouts."""
+    if not _bare:
+        found = _measured_process(timeout)
+        if found.process is None:  # in more time, it may be known
+            return found
+        _bare.append(found)
+    return _bare[0]
+
+
+def _measured_process(timeout: float) -> BareProcess:
+    """The child is the first that the OOM killer takes, and it is killed here while ``SPARE`` bytes are still free."""
     before = free_memory_now()
     line = [
         sys.executable,
@@ -141,9 +149,6 @@ def bare_process(timeout: float = 120.0) -> BareProcess:
 
 def report_bare_process() -> None:
     """In the child: import torch and print what this process, and a worker that it forks, have allocated."""
-    with import_lock:
-        from legroom.system.processes_and_threads import prefer_oom_kill
-
     prefer_oom_kill()
     import torch.utils.data  # noqa: F401  the import is what is measured
 

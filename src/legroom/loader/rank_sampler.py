@@ -15,7 +15,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from legroom.messages import say
 
 NDArray = np.ndarray[Any, Any]
 Uneven = Literal["pad", "drop", "all"]
-UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
 
 _AT_ONCE = (
@@ -276,4 +275,4 @@ def _checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
             why=say("the values come from {where}", where=where),
             fix=(say("pass a matching rank and world_size"),),
         )
-    return rank, world_size
+    return int(rank), int(world_size)  # plain ones, for states

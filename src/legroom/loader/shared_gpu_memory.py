@@ -12,6 +12,7 @@ keep the memory.
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import json
 import os
@@ -20,40 +21,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from legroom.cache import list_gpu_copies, locks
-from legroom.cache.list_gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all, holders
-from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused
+from legroom.cache.list_gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all
+from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused, DriverApi
 from legroom.messages import say
 from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once
 from legroom.system.unix_sockets import FOLDER_FLAGS, listen, open_private_folder, require_same_user, unlink
-
-__all__ = ["FOLDER", "Allocator", "SharedCopy", "holders", "share"]
 
 LOCK = ".lock"
 _LOCK_S, _SLOWEST, _POLL_S = 10.0, 0.5e9, 0.005  # for a copy that another process makes; bytes per second
 _MOST_LISTED = 100  # copies in an answer
 _MOST_NAME = 200
-
-
-class Allocator(Protocol):
-    """What is needed of gpu.driver_api.DriverApi."""
-
-    def enter(self) -> None: ...
-    def uuid(self) -> str: ...
-    def why_no_shared_memory(self) -> str | None: ...
-    def granularity(self) -> int: ...
-    def create(self, size: int) -> int: ...
-    def export(self, handle: int) -> int: ...
-    def adopt(self, fd: int) -> int: ...
-    def map(self, handle: int, size: int, access: int) -> int: ...
-    def set_access(self, address: int, size: int, access: int) -> None: ...
-    def unmap(self, address: int, size: int) -> None: ...
-    def release(self, handle: int) -> None: ...
+_RETRY_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
@@ -64,10 +48,9 @@ class SharedCopy:
     address: int
     size: int  # bytes that are mapped
     made_here: bool
-    read_only: bool
     fd: int
     handle: int
-    api: Allocator
+    api: DriverApi
     server: _Server
     users: int = 1  # in this process
     about: dict[str, str] = field(default_factory=dict)  # what it is, for lists of copies
@@ -85,7 +68,7 @@ class SharedCopy:
 
 
 def share(
-    api: Allocator,
+    api: DriverApi,
     store: Path,
     name: str,
     nbytes: int,
@@ -106,7 +89,7 @@ def share(
     try:
         gpu = api.uuid()
         key = hashlib.sha256(f"{gpu} {name}".encode()).hexdigest()[:32]
-        about = {"gpu": gpu, "name": (title or name)[-_MOST_NAME:]}
+        about = {"gpu": gpu, "name": _shortened(title or name)}
         size = -(-max(nbytes, 1) // (grain := api.granularity())) * grain
         server = _server(store / FOLDER)
         if (found := server.own(key, size) or _from_others(api, folder, key, size, server, about)) is not None:
@@ -120,56 +103,53 @@ def share(
         os.close(folder)
 
 
+def _shortened(name: str) -> str:
+    """The end of a name, so that a list fits in an answer: JSON takes six bytes for a letter that is not ASCII."""
+    name = name[-_MOST_NAME:]
+    while len(json.dumps(name)) > 2 * _MOST_NAME:
+        name = name[len(name) // 4 + 1 :]
+    return name
+
+
 def _make(
-    api: Allocator, key: str, size: int, fill: Callable[[int], None], server: _Server, about: dict[str, str]
+    api: DriverApi, key: str, size: int, fill: Callable[[int], None], server: _Server, about: dict[str, str]
 ) -> SharedCopy:
     handle = api.create(size)
-    try:
+    with ExitStack() as undo:
+        undo.callback(api.release, handle)
         address = api.map(handle, size, READ_WRITE)
-        try:
-            fill(address)
-            read_only = _protect(api, address, size)
-            fd = api.export(handle)
-        except BaseException:
-            api.unmap(address, size)
-            raise
-    except BaseException:
-        api.release(handle)
-        raise
-    os.set_inheritable(fd, False)
-    return server.offer(SharedCopy(key, address, size, True, read_only, fd, handle, api, server, about=about))
+        undo.callback(api.unmap, address, size)
+        fill(address)
+        with suppress(CudaRefused):  # a driver that maps for reading and writing only
+            api.set_access(address, size, READ)
+        fd = api.export(handle)
+        undo.callback(os.close, fd)
+        os.set_inheritable(fd, False)
+        copy = server.offer(SharedCopy(key, address, size, True, fd, handle, api, server, about=about))
+        undo.pop_all()
+    return copy
 
 
-def _protect(api: Allocator, address: int, size: int) -> bool:
-    try:
-        api.set_access(address, size, READ)
-    except CudaRefused:
-        return False
-    return True
-
-
-def _adopt(api: Allocator, key: str, size: int, fd: int, server: _Server, about: dict[str, str]) -> SharedCopy:
-    try:
+def _adopt(api: DriverApi, key: str, size: int, fd: int, server: _Server, about: dict[str, str]) -> SharedCopy:
+    with ExitStack() as undo:
+        undo.callback(os.close, fd)
         handle = api.adopt(fd)
+        undo.callback(api.release, handle)
         try:
-            try:
-                address, read_only = api.map(handle, size, READ), True
-            except CudaRefused:  # a driver that maps for reading and writing only
-                address, read_only = api.map(handle, size, READ_WRITE), False
-        except BaseException:
-            api.release(handle)
-            raise
-    except BaseException:
-        os.close(fd)
-        raise
-    return server.offer(SharedCopy(key, address, size, False, read_only, fd, handle, api, server, about=about))
+            address = api.map(handle, size, READ)
+        except CudaRefused:  # a driver that maps for reading and writing only
+            address = api.map(handle, size, READ_WRITE)
+        undo.callback(api.unmap, address, size)
+        copy = server.offer(SharedCopy(key, address, size, False, fd, handle, api, server, about=about))
+        undo.pop_all()
+    return copy
 
 
 # Asking other processes
 
 
 def _from_others(
-    api: Allocator, folder: int, key: str, size: int, server: _Server, about: dict[str, str]
+    api: DriverApi, folder: int, key: str, size: int, server: _Server, about: dict[str, str]
 ) -> SharedCopy | None:
     for answer, fd in ask_all(folder, {"want": key}, server.name, list_gpu_copies.PATIENCE_S):
         if fd is None:
@@ -201,9 +181,9 @@ class _Server:
     def offer(self, copy: SharedCopy) -> SharedCopy:
         """Hand this copy on from now on."""
         with self._lock:
-            self._copies[copy.key] = copy
             if self._listening is None:
                 self._listen()
+            self._copies[copy.key] = copy
         return copy
 
     def own(self, key: str, size: int) -> SharedCopy | None:
@@ -228,22 +208,28 @@ class _Server:
             return True
 
     def _listen(self) -> None:
-        folder = os.open(self.folder, FOLDER_FLAGS)
         try:
-            listening = listen(folder, self.name)
-        finally:
-            os.close(folder)
+            folder = os.open(self.folder, FOLDER_FLAGS)
+            try:
+                listening = listen(folder, self.name)
+            finally:
+                os.close(folder)
+        except OSError:  # too many open files, or a full /dev/shm
+            return  # the copies are used here and not handed on
         self._listening = listening
         # Not waited for: a process that asks before the thread runs waits in the socket's queue.
         if not (room_for_threads(1) and start_thread_at_once(self._serve, listening)):
-            self._stop()  # the copies are used here and not handed on
+            self._stop()
 
     def _serve(self, listening: socket.socket) -> None:
         while True:
             try:
                 there, _ = listening.accept()
-            except OSError:
-                return  # closed
+            except OSError as problem:
+                if problem.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    return  # closed
+                time.sleep(_RETRY_S)  # the process that asks waits in the queue
+                continue
             with there:
                 try:
                     there.settimeout(list_gpu_copies.PATIENCE_S)
@@ -252,8 +238,8 @@ class _Server:
                 except (OSError, ValueError, TypeError):
                     continue
 
-    def _answer(self, there: socket.socket, question: dict[str, Any]) -> None:
-        if question.get("version") != VERSION:
+    def _answer(self, there: socket.socket, question: Any) -> None:
+        if not isinstance(question, dict) or question.get("version") != VERSION:
             return
         with self._lock:
             if "list" in question:
@@ -299,16 +285,10 @@ class _Server:
 
 _servers: dict[Path, _Server] = {}
 _servers_lock = threading.Lock()
-_hooked = False
 
 
 def _server(folder: Path) -> _Server:
-    global _hooked
     with _servers_lock:
-        if not _hooked:
-            os.register_at_fork(after_in_child=_forget_in_child)
-            atexit.register(_stop_at_exit)
-            _hooked = True
         found = _servers.get(folder)
         if found is None or found.pid != os.getpid():
             found = _servers[folder] = _Server(folder)
@@ -328,6 +308,11 @@ def _stop_at_exit() -> None:
         server.stop_at_exit()
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_stop_at_exit)
+
+
 # The folder and its locks
 
 
@@ -344,7 +329,7 @@ def _lock(folder: int, key: str, patience: float) -> Iterator[None]:
     """One process at a time makes a copy. The lock file is removed with the lock."""
     name = key + LOCK
     end = time.monotonic() + patience
-    while (lock := locks.acquire(folder, name)) is None:
+    while (lock := _acquired(folder, name)) is None:
         if time.monotonic() > end:
             raise CudaRefused(
                 say("another process has been copying it for {seconds:.0f} s and does not finish", seconds=patience)
@@ -355,3 +340,10 @@ def _lock(folder: int, key: str, patience: float) -> Iterator[None]:
     finally:
         unlink(folder, name)
         lock.release()
+
+
+def _acquired(folder: int, name: str) -> locks.Lock | None:
+    try:
+        return locks.acquire(folder, name)
+    except OSError as problem:  # too many open files, or a full /dev/shm
+        raise CudaRefused(say("{path}: {words}", path=name, words=problem.strerror)) from problem

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -91,9 +90,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -139,7 +136,9 @@ def weights(
     opened = _Opened(where, keys, map_pages=on_host)
     try:
         if driver is None:
-            return _on_host(opened, dtype)
+            tensors = {name: _converted(one.tensor(), dtype) for name, one in opened.tensors.items()}
+            why = say("in RAM, shared by all processes that use these files")
+            return Weights(tensors, why, opened.seconds, opened.close)
         if not shared:
             return _on_device(driver, opened, dtype, say("in GPU memory of this process"))
         try:
@@ -273,44 +272,37 @@ def _plain_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def _files(path: SourcePath) -> list[tuple[SourcePath, list[str] | None]]:
-    """The files of a model, and the tensors to take of each; None: all."""
+    """The files of a model, and the tensors to take of each; None: all.
+
+    A URL that has no ending is a directory, as hf://organisation/model is.
+    """
+    below: Callable[[str], SourcePath]
+    exists: Callable[[Any], bool]
     if isinstance(path, ObjectUrl):
-        return _objects(path)
-    if not path.is_dir():
+        if "." in path.name:
+            return [(path, None)]
+        below, exists = path.below, lazy_import("legroom.remote.object_store").exists
+    elif not path.is_dir():
         return [(path, None)]
+    else:
+        below, exists = path.joinpath, os.path.lexists
     for name in INDEXES:
-        if os.path.lexists(path / name):
-            return [(path / file, names) for file, names in _shards(path / name)]
+        if exists(below(name)):
+            return [(below(file), names) for file, names in _shards(below(name))]
     for name in SINGLE:
-        if os.path.lexists(path / name):
-            return [(path / name, None)]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        other = unsupported_directory(path)
-        if other is not None:
-            raise UnreadableSource(say("no weights in {path}", path=path), why=other.why, fix=other.fix)
-        raise UnreadableSource(
-            say("no weights in {path}", path=path),
-            why=say("it has none of {names}, and no *.safetensors", names=listed((*INDEXES, *SINGLE))),
-            fix=(say("pass the file itself"),),
-        )
-    return [(file, None) for file in found]
-
-
-def _objects(url: ObjectUrl) -> list[tuple[SourcePath, list[str] | None]]:
-    """The same for a URL. One that has no ending is a directory, as hf://organisation/model is."""
-    if "." in url.name:
-        return [(url, None)]
-    remote = lazy_import("legroom.remote.object_store")
-    for name in INDEXES:
-        if remote.exists(url.below(name)):
-            return [(url.below(file), names) for file, names in _shards(url.below(name))]
-    for name in SINGLE:
-        if remote.exists(url.below(name)):
-            return [(url.below(name), None)]
+        if exists(below(name)):
+            return [(below(name), None)]
+    if isinstance(path, Path) and (found := sorted(path.glob("*.safetensors"))):
+        return [(file, None) for file in found]
+    other = unsupported_directory(path) if isinstance(path, Path) else None
+    if other is not None:
+        raise UnreadableSource(say("no weights in {path}", path=path), why=other.why, fix=other.fix)
+    names = listed((*INDEXES, *SINGLE))
     raise UnreadableSource(
-        say("no weights in {path}", path=url),
-        why=say("it has none of {names}", names=listed((*INDEXES, *SINGLE))),
+        say("no weights in {path}", path=path),
+        why=say("it has none of {names}, and no *.safetensors", names=names)
+        if isinstance(path, Path)
+        else say("it has none of {names}", names=names),
         fix=(say("pass the file itself"),),
     )
 
@@ -338,12 +330,6 @@ def _shards(index: SourcePath) -> list[tuple[str, list[str] | None]]:
             fix=other.fix if other is not None else (say("download or save the model again"),),
         ) from problem
     return [(file, names) for file, names in sorted(by_file.items())]
-
-
-def _on_host(opened: _Opened, dtype: torch.dtype | None) -> Weights:
-    tensors = {name: _converted(one.tensor(), dtype) for name, one in opened.tensors.items()}
-    why = say("in RAM, shared by all processes that use these files")
-    return Weights(tensors, why, opened.seconds, opened.close)
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -393,21 +379,30 @@ def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None
     if any(entry.key is None or entry.store is None for entry in entries):
         raise CudaRefused(say("the weights are not in the shared cache"))
     slots, total = _layout({name: (one.array.shape, one.dtype) for name, one in opened.tensors.items()}, dtype)
+    groups = _groups([name for name in slots if slots[name].dtype != opened.tensors[name].dtype], opened.tensors)
+    room = total + max((sum(opened.tensors[name].array.nbytes for name in group) for group in groups), default=0)
     shared = share(
         driver.api(), Path(str(entries[0].store)), _copy_name([str(entry.key) for entry in entries], slots), total,
-        partial(_fill, driver, opened.tensors, slots), check_room=partial(_check_room, driver, total),
+        partial(_fill, driver, opened.tensors, slots), check_room=partial(_check_room, driver, room),
         title=opened.title,
     )  # fmt: skip
-    start = opened.took("share", start)
-    tensors = _views(driver, shared.address, slots)
+    opened.took("share", start)
+    found = _attached(driver, shared, slots, opened.seconds)
     opened.close()
-    opened.took("finish", start)
+    return found
+
+
+def _attached(driver: Driver, shared: SharedCopy, slots: Mapping[str, _Slot], seconds: Mapping[str, float]) -> Weights:
+    """The tensors of a shared copy, which is closed where that fails."""
+    start = time.perf_counter()
+    try:
+        tensors = _views(driver, shared.address, slots)
+    except BaseException:
+        shared.close()
+        raise
     why = say("copied to the GPU here for all processes") if shared.made_here else say("shared with other processes")
-    return Weights(tensors, why, opened.seconds, partial(_release, driver, shared))
-
-
-class _NotThere(Exception):
-    """No other process has the copy."""
+    seconds = {**seconds, "finish": time.perf_counter() - start}
+    return Weights(tensors, why, seconds, partial(_release, driver, shared))
 
 
 def _shared_by_others(driver: Driver, path: SourcePath, dtype: torch.dtype | None) -> Weights | None:
@@ -444,24 +439,16 @@ def _shared_by_others(driver: Driver, path: SourcePath, dtype: torch.dtype | Non
             slots, total = _layout(stored, dtype)
             opened = time.perf_counter()
             shared = share(
-                driver.api(), store, _copy_name(keys, slots), total, _refuse_to_fill, check_room=_refuse_to_make,
+                driver.api(), store, _copy_name(keys, slots), total, _refuse_to_make, check_room=_refuse_to_make,
                 title=str(path),
             )  # fmt: skip
-    except (_NotThere, LegroomError, OSError, CudaRefused):
+        return _attached(driver, shared, slots, {"open": opened - start, "share": time.perf_counter() - opened})
+    except (LegroomError, OSError, CudaRefused):
         return None
-    attached = time.perf_counter()
-    tensors = _views(driver, shared.address, slots)
-    seconds = {"open": opened - start, "share": attached - opened, "finish": time.perf_counter() - attached}
-    why = say("copied to the GPU here for all processes") if shared.made_here else say("shared with other processes")
-    return Weights(tensors, why, seconds, partial(_release, driver, shared))
 
 
-def _refuse_to_make() -> None:
-    raise _NotThere
-
-
-def _refuse_to_fill(_: int) -> None:
-    raise _NotThere
+def _refuse_to_make(*_: object) -> None:
+    raise CudaRefused("no other process has the copy")
 
 
 def _copy_name(keys: list[str], slots: Mapping[str, _Slot]) -> str:
@@ -505,10 +492,13 @@ def _fill(driver: Driver, tensors: Mapping[str, _HostTensor], slots: Mapping[str
         driver, (tensors[name].upload(there[name]) for name in same), sum(tensors[name].array.nbytes for name in same)
     )
     for group in _groups([name for name in slots if slots[name].dtype != tensors[name].dtype], tensors):
-        staged = {
-            name: torch.empty(slots[name].shape, dtype=tensors[name].dtype, device=driver.device) for name in group
-        }
-        total = sum(tensor.nbytes for tensor in staged.values())
+        total = sum(tensors[name].array.nbytes for name in group)
+        try:
+            staged = {
+                name: torch.empty(slots[name].shape, dtype=tensors[name].dtype, device=driver.device) for name in group
+            }
+        except RuntimeError as problem:
+            raise _no_room(driver, total, str(problem).partition("\n")[0]) from problem
         upload(driver, (tensors[name].upload(tensor) for name, tensor in staged.items()), total)
         for name, tensor in staged.items():
             there[name].copy_(tensor)

@@ -452,7 +452,7 @@ def test_a_dataloader_that_could_not_be_imported_is_not_checked_with_other_setti
 ) -> None:
     """Measuring ran out of memory before it could read them: a trial without workers would fit."""
     from legroom.errors import DatasetOutOfMemory
-    from legroom.loader.measure import measure_dataset_in_child
+    from legroom.loader import legroom_check
 
     problem = DatasetOutOfMemory("loading a batch failed")
 
@@ -460,7 +460,7 @@ def test_a_dataloader_that_could_not_be_imported_is_not_checked_with_other_setti
         raise problem
 
     use_forks(monkeypatch.setattr)
-    monkeypatch.setattr(measure_dataset_in_child, "measure_dataset", fails)
+    monkeypatch.setattr(legroom_check, "measure_dataset", fails)
     assert legroom.check(f"{loaders}:loader").verdict == "too-big"
     assert legroom.check(f"{loaders}:loader", batch_size=4).verdict == "too-big"
     problem.found = True

@@ -268,3 +268,9 @@ def test_notes_name_arguments_in_python_and_options_on_the_command_line(capsys: 
     run(["plan", "--per-process", "1MB", "--gpus", "2", "--ranks", "2"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--process-ram 4GB or --measure PID" in shown and "process_ram=" not in shown
+
+
+def test_a_shared_copy_of_no_data_is_refused() -> None:
+    with pytest.raises(UsageError, match="shared=True needs a data file") as caught:
+        legroom.plan(gpus=1, batch_size=4, num_workers=1, sample_bytes=100, shared=True)
+    assert caught.value.fix

@@ -80,7 +80,7 @@ class FakeDriver:
             self._thread.stream = before
             self.log.append(("off", stream.name))
 
-    def mark(self, stream: FakeStream, *, sleep: bool = False, timing: bool = False) -> FakeEvent:
+    def mark(self, stream: FakeStream, *, timing: bool = False) -> FakeEvent:
         self.log.append(("mark", stream.name))
         return FakeEvent(self.log, stream, self.gpu_clock)
 
@@ -160,6 +160,9 @@ class FakeKernel:
         self._driver = driver
 
     def of_column(self, source: int, row_bytes: int, grid: object = None) -> Callable[[int, int, int, int], None]:
+        if "compile" in self._driver.refuse:  # a GPU that NVRTC does not know
+            raise CudaRefused("NVRTC: invalid value for --gpu-architecture (5)")
+
         def gather(rows: int, target: int, count: int, stream: int) -> None:
             self._driver.log.append(("kernel", "side" if stream == hash("side") else "consumer"))
             for place, row in enumerate((ctypes.c_int64 * count).from_address(rows)):

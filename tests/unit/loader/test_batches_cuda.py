@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from legroom.loader.batches import (
 )
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
 from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
-from legroom.loader.batches.cuda_gather_base import RESOURCES, ResourceCache, row_layout
+from legroom.loader.batches.cuda_gather_base import RESOURCES, CudaGatherer, ResourceCache, row_layout
 from legroom.loader.rank_sampler import permutation
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
@@ -252,8 +253,8 @@ def test_the_clock_of_the_gpu_decides_not_that_of_the_cpu(stored: Stored, monkey
 
     mark = driver.mark
 
-    def late_mark(stream: Any, *, sleep: bool = False, timing: bool = False) -> Any:
-        made = mark(stream, sleep=sleep, timing=timing)
+    def late_mark(stream: Any, *, timing: bool = False) -> Any:
+        made = mark(stream, timing=timing)
         return LateEvent(driver.log, stream, driver.gpu_clock) if timing else made
 
     monkeypatch.setattr(driver, "mark", late_mark)
@@ -297,10 +298,60 @@ def test_the_path_with_the_shorter_steps_is_chosen(seconds: dict[str, list[float
     assert chosen.path == path and "ms per batch" in chosen.why
 
 
-def test_an_old_driver_gathers_with_index_select(stored: Stored) -> None:
+def test_a_driver_without_batched_copies_gathers_with_the_kernel(stored: Stored) -> None:
     gatherer = stored.open(FakeDriver("copy_batch"), shuffle=True)
-    assert gatherer.path == "cuda-registered" and "cuMemcpyBatchAsync" in gatherer.why
+    assert gatherer.path == "cuda-kernel" and "cuMemcpyBatchAsync" in gatherer.why
     gatherer.close()
+
+
+@pytest.mark.parametrize(("refuse", "why"), [("kernel", "libnvrtc"), ("compile", "--gpu-architecture")])
+def test_without_kernel_and_batched_copies_index_select_gathers(stored: Stored, refuse: str, why: str) -> None:
+    gatherer = stored.open(FakeDriver("copy_batch", refuse), shuffle=True)
+    assert gatherer.path == "cuda-registered" and "cuMemcpyBatchAsync" in gatherer.why and why in gatherer.why
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    gatherer.close()
+
+
+@pytest.mark.parametrize("kept", ["cuda-copy-engine", "cuda-registered"])
+@pytest.mark.parametrize("refuse", ["kernel", "compile"])
+def test_memory_stays_registered_for_the_path_that_is_kept(
+    stored: Stored, kept: str, refuse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_faster_cuda_path, "_chosen", {})
+    driver = FakeDriver(refuse)
+    costs = {"cuda-copy-engine": 2.0, "cuda-registered": 2.0, kept: 1.0}
+    gatherer, paths = play(stored, driver, costs)  # each batch is compared with the columns
+    assert set(paths[COMPARED + 2 :]) == {kept} and len(driver.registered) == 3
+    gatherer.close()
+    stored.columns.clear()
+    gc.collect()
+    assert not driver.registered
+
+
+def test_the_path_that_is_not_kept_is_closed_though_it_was_two_batches_ahead(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_faster_cuda_path, "_chosen", {})
+    closed: list[str] = []
+    close = CudaGatherer.close
+
+    def noted(gatherer: CudaGatherer) -> None:
+        closed.append(gatherer.path)
+        close(gatherer)
+
+    monkeypatch.setattr(CudaGatherer, "close", noted)
+    driver = FakeDriver()
+    trial = stored.open(driver, shuffle=True)
+    upcoming = iter(np.random.default_rng(2).integers(0, 50, (COMPARED + 40, 5)))
+    begun: deque[Any] = deque()
+    while (rows := begun.popleft() if begun else next(upcoming, None)) is not None:
+        driver.gpu_clock += {"cuda-copy-engine": 2.0, "cuda-kernel": 1.0}[trial.path]
+        same(trial.gather(rows), stored.columns, rows)
+        while len(begun) < trial.ahead and (following := next(upcoming, None)) is not None:
+            trial.begin(following)
+            begun.append(following)
+    assert trial.path == "cuda-kernel" and closed == ["cuda-copy-engine"]
+    trial.close()
 
 
 @pytest.mark.parametrize(

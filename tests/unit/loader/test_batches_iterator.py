@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -89,13 +90,13 @@ def test_an_order_that_was_not_prepared_is_computed(monkeypatch: pytest.MonkeyPa
     orders = batch_iterator.EpochOrders(50, 3)
     wanted = permutation(50, 3, 1).tolist()
     if how == "too little memory":
-        monkeypatch.setattr(batch_iterator, "permutation", lambda *_: [].pop())
+        monkeypatch.setattr(batch_iterator, "permutation", Mock(side_effect=MemoryError))
     if how == "no thread":
         monkeypatch.setattr(batch_iterator, "start_thread_at_once", lambda *_: False)
     orders.prepare(2 if how == "another epoch" else 1)
     if how == "too little memory":
         assert orders._next is not None
-        while not orders._next[2].qsize():
+        while not orders._next[2].ready:
             time.sleep(0.001)
         monkeypatch.undo()
     if how == "a forked child":
@@ -399,6 +400,8 @@ def test_no_rows_no_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"format": "jax"}, "torch, numpy"),
         ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
         ({"rank": 2}, "both rank and world_size"),
+        ({"rank": "0", "world_size": 1}, "rank must be an integer"),
+        ({"path": "cuda"}, "path must be one of cuda-copy-engine, cuda-kernel, cuda-registered, cuda-pinned"),
         ({"transform": 3}, "must be callable"),
         ({"resident": True}, "resident=True needs a device"),
         ({"format": "numpy", "device": "cuda"}, "cannot be used with device=cuda"),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from forked_measurements import use_forks
 
 from legroom.cli.check import command
-from legroom.loader.measure import compare_batches_made_twice
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
@@ -24,6 +21,11 @@ import torch
 class Sound:
     def __len__(self): return 24
     def __getitem__(self, i): return {"x": torch.rand(3) + i, "crop": random.random()}
+
+class Printing(Sound):
+    def __len__(self):
+        print("loading", end="")
+        return 24
 
 class Unsound(Sound):
     calls = 0
@@ -45,24 +47,6 @@ class Forgetful(Stream):
 """
 
 
-def made_in_fork(
-    dataset: str, collate: str | None, batch_size: int, _timeout: float, _seed: str, backwards: str
-) -> Any:
-    """As ``_made``, in a fork of this process, which has torch, instead of in a process that imports it."""
-    with TemporaryFile("w+") as output:
-        child = os.fork()
-        if child == 0:
-            try:
-                sys.stdout, sys.argv = output, ["", dataset, collate or "", str(batch_size), backwards]
-                compare_batches_made_twice.main()
-                output.flush()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        output.seek(0)
-        return json.loads(output.read())
-
-
 def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "share_check_data.py").write_text(DATASETS)
     monkeypatch.chdir(tmp_path)
@@ -71,7 +55,7 @@ def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sound = call(command, [*given, "share_check_data:Sound"], standalone_mode=False)
     assert sound.return_value == 0, sound.output
     assert json.loads(sound.output) == {"schema": "legroom.check.share/1", "batches": 3, "differing": {}}
-    monkeypatch.setattr(compare_batches_made_twice, "_made", made_in_fork)
+    use_forks(monkeypatch.setattr)
     unsound = call(command, [*given, "share_check_data:Unsound"], standalone_mode=False)
     assert unsound.return_value == 1
     assert json.loads(unsound.output)["differing"]["0"] == ["['read']", "['call']"]
@@ -80,8 +64,28 @@ def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_stream_is_resumed_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "share_check_data.py").write_text(DATASETS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare_batches_made_twice, "_made", made_in_fork)
+    use_forks(monkeypatch.setattr)
     given = ["--batch", "8", "--share", "--timeout", "5m", "--json", "--dataset"]
     for name, differing in (("Stream", {}), ("Forgetful", {"2": ["['i']"], "3": ["['i']"]})):
         made = CliRunner().invoke(command, [*given, f"share_check_data:{name}"], standalone_mode=False)
         assert json.loads(made.output) == {"schema": "legroom.check.share/1", "batches": 4, "differing": differing}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a new process elsewhere")
+def test_what_the_dataset_prints_is_not_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "share_check_data.py").write_text(DATASETS)
+    monkeypatch.chdir(tmp_path)
+    use_forks(monkeypatch.setattr)
+    line = ["--batch", "8", "--share", "--timeout", "5m", "--json", "--dataset", "share_check_data:Printing"]
+    made = CliRunner().invoke(command, line, standalone_mode=False)
+    assert json.loads(made.output) == {"schema": "legroom.check.share/1", "batches": 3, "differing": {}}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a new process elsewhere")
+def test_why_the_dataset_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "share_check_missing.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    use_forks(monkeypatch.setattr)
+    line = ["--batch", "8", "--share", "--timeout", "5m", "--dataset", "share_check_missing:Sound"]
+    made = CliRunner().invoke(command, line, standalone_mode=False)
+    assert "a_package_that_is_not_there" in str(made.exception) and made.exception.exit_status == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,34 @@ def test_an_error_is_raised_after_all_threads_have_ended_their_part(
         threads.copy(np.zeros((100, 8)), np.arange(100), np.empty(6400, np.uint8))
     assert len(ended) == 7
     threads.stop()
+
+
+@pytest.mark.parametrize("copier", ["helpers", "threads"])
+def test_an_error_of_a_helper_is_raised_after_the_others_have_ended(
+    eight: None, monkeypatch: pytest.MonkeyPatch, copier: str
+) -> None:
+    raised = threading.Event()
+    ended: list[int] = []
+
+    def take(source: Any, rows: Any, *_: Any, **__: Any) -> None:
+        if rows[0] == 0:
+            return  # the waiting thread's
+        if not any(row >= 25 for row in rows):  # the first of those that are waited for
+            raised.set()
+            raise MemoryError
+        assert raised.wait(60)
+        time.sleep(0.1)
+        ended.append(int(rows[0]))
+
+    column, rows = np.zeros((100, 8)), np.arange(100)
+    with pytest.raises(MemoryError):
+        if copier == "helpers":
+            monkeypatch.setattr(cpu_gather, "take_rows", take)
+            RowThreads().copy(column, rows, np.empty(6400, np.uint8))
+        else:
+            monkeypatch.setattr(np, "take", take)
+            cpu_gather._copy_rows(column, rows, np.empty((100, 8)), 8)
+    assert len(ended) == 6
 
 
 def test_tasks_run_in_order_and_their_errors_are_raised_by_result() -> None:

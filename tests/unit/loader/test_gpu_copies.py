@@ -15,11 +15,11 @@ from click.testing import CliRunner
 import legroom
 from legroom.advice.choose_settings import safe_settings
 from legroom.cache import list_gpu_copies
-from legroom.cache.list_gpu_copies import gpu_copies, holders
+from legroom.cache.list_gpu_copies import FOLDER, gpu_copies, holders
 from legroom.cli import doctor
 from legroom.cli.cache import command as cache_command
 from legroom.loader import shared_model_weights
-from legroom.loader.shared_gpu_memory import FOLDER, share
+from legroom.loader.shared_gpu_memory import share
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records.watch_sample import GpuCopyRow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -19,11 +20,19 @@ from torch.utils.data import TensorDataset
 import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader import legroom_check
-from legroom.loader.measure import dataloader_trial, load_timed_samples, memory_guard_script, start_memory_guard
+from legroom.loader.measure import (
+    dataloader_trial,
+    load_timed_samples,
+    measure_dataset_in_child,
+    memory_guard_script,
+    start_memory_guard,
+)
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.load_timed_samples import contents_of
-from legroom.loader.measure.measure_dataset_in_child import measure_dataset
+from legroom.loader.measure.measure_dataset_in_child import measure_dataset, run_loader_in_child
+from legroom.loader.measure.start_memory_guard import GuardedRun
 from legroom.loader.tune.remembered_settings import key_of
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
@@ -347,3 +356,63 @@ def test_a_trial_run_names_the_attribute_that_workers_copy(
     )
     codes = [(finding.code, "boxes (list, " in finding.message) for finding in found.findings]
     assert codes == ([("workers-copy-dataset", True)] if kind == "list" else []), found
+
+
+TORCH_WORKER = """Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/venv/lib/torch/utils/data/_utils/worker.py", line 351, in _worker_loop
+  File "{file}", line 7, in __getitem__
+OSError: [Errno 28] No space left on device{rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("problem", "pool"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "shm"),  # a semaphore
+        (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"), "shm"),
+        (OSError(errno.ENOSPC, "No space left on device", "/scratch/x"), None),
+        (OSError(TORCH_WORKER.format(file="/home/me/data.py", rest=": '/scratch/x'")), None),
+        (OSError(TORCH_WORKER.format(file="/home/me/data.py", rest="")), None),  # it wrote to an open file
+        (OSError(TORCH_WORKER.format(file="/usr/lib/python3/multiprocessing/synchronize.py", rest="")), "shm"),
+        (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), "shm"),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: File exists (17)"), "shm"),
+        (RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376"), None),  # of a GPU
+    ],
+)
+def test_which_memory_ran_out(problem: BaseException, pool: str | None) -> None:
+    assert dataloader_trial._pool(problem) == pool
+
+
+class Scores(tune_data.Images):
+    """Writes how willingly the OOM killer takes the process that loads samples."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        self.path.write_text(Path("/proc/self/oom_score_adj").read_text())
+        return super().__getitem__(index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+def test_a_loader_that_is_tried_runs_under_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CompleteLoaderSettings(batch_size=2, num_workers=0, prefetch_factor=2, loader_kind="torch")
+    rate = run_loader_in_child(Scores(tmp_path / "score"), None, settings, 0.0)
+    assert isinstance(rate, float) and rate > 0 and (tmp_path / "score").read_text().strip() == "1000"
+    failed = run_loader_in_child(tune_data.Raising(), None, settings, 0.0)
+    assert isinstance(failed, str) and failed.startswith("ValueError: sample")
+    stopped = GuardedRun(None, "ram", 5 << 30, 0, (), killed=False)
+    monkeypatch.setattr(measure_dataset_in_child, "fork_guarded", lambda *_: stopped)
+    assert "5 GB of RAM" in str(run_loader_in_child(tune_data.Images(), None, settings, 0.0))
+
+
+@pytest.mark.usefixtures("beside", "child_in_fork")
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no guard elsewhere")
+def test_a_program_that_leaves_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*_: object) -> None:
+        raise AssertionError("the caller goes on after legroom.check")
+
+    monkeypatch.setattr(os, "execv", replace)
+    assert legroom.check("tune_data:images", batch_size=2, num_workers=0, leaving=True).verdict == "fits"

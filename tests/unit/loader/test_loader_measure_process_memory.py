@@ -55,12 +55,25 @@ def test_a_process_that_had_to_be_stopped_is_more_than_is_free(
     start = subprocess.Popen
     fake = SimpleNamespace(Popen=lambda _, **given: start(["sleep", "600"], **given), **pipes)
     monkeypatch.setattr(measure_process_memory, "subprocess", fake)
-    stopped = bare_process.__wrapped__(60.0)
+    stopped = measure_process_memory._measured_process(60.0)
     assert stopped == BareProcess(process=60 * MB - SPARE + 1, stopped=True)
     monkeypatch.setattr(measure_process_memory, "bare_process", lambda _: stopped)
     found = with_bare_processes(Demand(num_workers=4), 1.0)
     assert found.process_ram is not None and found.process_ram > 60 * MB
     assert "was stopped" in found.process_ram_source
+
+
+def test_torch_is_imported_once_whatever_the_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def measured(timeout: float) -> BareProcess:
+        asked.append(timeout)
+        return FOUND if len(asked) > 1 else BareProcess()
+
+    monkeypatch.setattr(measure_process_memory, "_bare", [])
+    monkeypatch.setattr(measure_process_memory, "_measured_process", measured)
+    assert bare_process(0.1) == BareProcess()  # not in that time
+    assert bare_process(60.0) == bare_process() == bare_process(5.0) == FOUND and asked == [0.1, 60.0]
 
 
 def test_the_training_process_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -218,3 +219,62 @@ def test_it_waits_until_torch_has_unlinked_the_files_of_ended_processes(
     no_time_passes(monkeypatch, sleep)
     memory_guard_script._wait_unlinked(str(tmp_path), {earlier.name})
     assert len(slept) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "pool"),
+    [
+        (b"OSError: [Errno 28] No space left on device\n", "shm"),  # a semaphore
+        (b"OSError: [Errno 28] No space left on device: '/psm_1'\n", "shm"),
+        (b"OSError: [Errno 28] No space left on device: '/dev/shm/x'\n", "shm"),
+        (b"OSError: [Errno 28] No space left on device: '/scratch/cache/x'\n", None),
+        (b"OSError: [Errno 28] No space left on device: 'cache/x'\n", None),
+        (b"RuntimeError: unable to mmap 4096 bytes from file </torch_1_2>", "shm"),
+    ],
+)
+def test_a_full_disk_is_not_a_full_shm(tmp_path: Path, text: bytes, pool: str | None) -> None:
+    (tmp_path / "output").write_bytes(text)
+    output = memory_guard_script._Output(str(tmp_path / "output"), [*start_memory_guard._MARKS])
+    assert output.reported() == pool
+
+
+@pytest.mark.parametrize(("number", "stopped", "status"), [(errno.ENOMEM, "ram", None), (errno.EAGAIN, None, 1)])
+@pytest.mark.parametrize("where", ["fork", "guard"])
+def test_a_process_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: int, stopped: str | None, status: int | None
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if where == "fork":
+        monkeypatch.setattr(os, "fork", refuse)
+        ran = start_memory_guard.fork_guarded(lambda: None, tmp_path, 60)
+    else:
+        monkeypatch.setattr(subprocess, "run", refuse)
+        ran = start_memory_guard.run_guarded(["true"], tmp_path, 60)
+    assert (ran.stopped, ran.status) == (stopped, status)
+    assert os.strerror(number) in (tmp_path / "output").read_text()
+
+
+def test_the_number_of_a_command_that_has_ended_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    ran = start_memory_guard.fork_guarded(lambda: None, tmp_path, 60)
+    assert ran.status == 0 and killed == []
+
+
+def test_free_memory_that_cannot_be_read_again_stays_what_it_was(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = MemoryMeter(counters.where)
+    before = meter._available
+    content = memory_guard_script._content
+
+    def unreadable(path: str, size: int) -> bytes:
+        if path == "/proc/meminfo":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return content(path, size)
+
+    monkeypatch.setattr(memory_guard_script, "_content", unreadable)
+    meter._read_caches()
+    assert before and meter._available == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.loader.rank_sampler import UNEVEN, RankSampler, SampledBatch, permutation, process_group, rank_and_world
+from legroom.loader.rank_sampler import RankSampler, SampledBatch, Uneven, permutation, process_group, rank_and_world
 
 # What these seeds have always given. If a line here must change, every checkpoint in the world goes on elsewhere.
 GOLDEN = {
@@ -44,7 +45,7 @@ def test_seeds_and_epochs_differ_and_orders_are_even() -> None:
 @given(st.data())
 def test_steps_divide_the_order(data: st.DataObject) -> None:
     rows, size, world = (data.draw(st.integers(low, high)) for low, high in ((0, 300), (1, 40), (1, 9)))
-    uneven, drop_last = data.draw(st.sampled_from(UNEVEN)), data.draw(st.booleans())
+    uneven, drop_last = data.draw(st.sampled_from(get_args(Uneven))), data.draw(st.booleans())
     shares = [RankSampler(rows, size, drop_last, rank, world, uneven) for rank in range(world)]
     dealt = [_places(share) for share in shares]
     assert [len(share) for share in shares] == [len(batches) for batches in dealt]

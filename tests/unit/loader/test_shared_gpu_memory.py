@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 
 from legroom.cache import list_gpu_copies
+from legroom.cache.list_gpu_copies import FOLDER
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader import shared_gpu_memory
-from legroom.loader.shared_gpu_memory import FOLDER, SharedCopy, share
+from legroom.loader.shared_gpu_memory import SharedCopy, share
+from open_descriptors import open_descriptors
 
 from .fake_gpu_memory import GRAIN, FakeMemory, content
 
@@ -110,7 +113,7 @@ def test_a_second_process_gets_the_copy_of_the_first(tmp_path: Path) -> None:
         assert line(first)[:3] == ["made", "a", "right"]
         api = FakeMemory()
         copy = take(api, tmp_path, fill=lambda address: pytest.fail("made again"))
-        assert not copy.made_here and copy.read_only and read(copy) == content("a", SIZE)
+        assert not copy.made_here and read(copy) == content("a", SIZE)
         assert {one["pid"] for one in holders(tmp_path)} == {first.pid, os.getpid()}
         copy.close()
         copy.close()
@@ -219,7 +222,7 @@ def test_drivers_without_read_only_maps_or_imports(tmp_path: Path) -> None:
     with process(tmp_path) as first:
         assert line(first)[0] == "made"
         writable = take(FakeMemory("map read-only", "set_access"), tmp_path)
-        assert not writable.made_here and not writable.read_only
+        assert not writable.made_here and read(writable) == content("a", SIZE)
         writable.close()
         own = take(FakeMemory("adopt"), tmp_path)
         assert own.made_here and read(own) == content("a", SIZE)
@@ -268,6 +271,77 @@ def test_sockets_that_answer_nonsense_are_passed_over(tmp_path: Path) -> None:
         copy.close()
     answering.join()
     odd.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC])
+def test_a_copy_that_cannot_be_handed_on_is_used_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(shared_gpu_memory, "listen", refuse)
+    api = FakeMemory()
+    copy = take(api, tmp_path)
+    assert copy.made_here and read(copy) == content("a", SIZE)
+    copy.close()
+    assert not api.maps and not api.handles and left(tmp_path) == []
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_an_error_while_it_is_offered_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopted: bool
+) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with process(tmp_path) as other:
+        if adopted:
+            assert line(other)[0] == "made"
+        monkeypatch.setattr(shared_gpu_memory._Server, "_listen", fail)
+        before, api = open_descriptors(), FakeMemory()
+        with pytest.raises(MemoryError):
+            take(api, tmp_path, "a" if adopted else "b")
+        assert not api.maps and not api.handles and len(open_descriptors()) == len(before)
+
+
+def test_a_lock_that_cannot_be_made_is_a_reason_not_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared_gpu_memory.locks, "acquire", refuse)
+    with pytest.raises(CudaRefused, match="No space left"):
+        take(FakeMemory(), tmp_path)
+
+
+def test_questions_that_are_no_questions_and_too_many_open_files_do_not_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, refused = socket.socket.accept, []
+
+    def once_refused(one: socket.socket) -> Any:
+        if not refused:
+            refused.append(one)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(one)
+
+    monkeypatch.setattr(socket.socket, "accept", once_refused)
+    copy = take(FakeMemory(), tmp_path)
+    (name,) = [name for name in left(tmp_path) if name.endswith(".sock")]
+    for words in (b"[]", b"5", b'"version"'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
+            there.connect(os.fspath(tmp_path / FOLDER / name))
+            there.send(words)
+            assert there.recv(100) == b""
+    assert refused and holders(tmp_path)
+    copy.close()
+
+
+def test_a_list_of_copies_with_long_names_fits_in_an_answer(tmp_path: Path) -> None:
+    copies = [take(FakeMemory(), tmp_path, f"{number}", title="模型" * 100) for number in range(100)]
+    assert len(holders(tmp_path)[0]["copies"]) == 100
+    for copy in copies:
+        copy.close()
 
 
 def test_random_kills(tmp_path: Path) -> None:

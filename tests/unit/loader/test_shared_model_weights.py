@@ -24,7 +24,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 from cuda_fake import FakeDriver  # noqa: E402
 
 from fake_libcuda import FakeLibrary  # noqa: E402
-from legroom.gpu.cuda_driver_api import DriverApi  # noqa: E402
+from legroom.gpu.cuda_driver_api import CudaRefused, DriverApi  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +156,65 @@ def test_weights_larger_than_gpu_memory(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: FakeDriver(free=100))
     with pytest.raises(NoRoom, match="do not fit"):
         legroom.weights(written(tmp_path, "file", state()), "cuda", shared=True)
+
+
+def test_memory_for_the_conversion_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(1 << 16)
+    safetensors.save_file({"a": tensor}, tmp_path / "model.safetensors")
+    half = tensor.nbytes // 2
+    for free, fits in ((half + tensor.nbytes - 1, False), (half + tensor.nbytes, True)):
+        driver = FakeDriver(free=free)
+        monkeypatch.setattr(shared_model_weights, "open_driver", lambda device, driver=driver: driver)
+        if fits:
+            legroom.weights(tmp_path / "model.safetensors", "cuda", shared=True, dtype=torch.float16).close()
+        else:
+            with pytest.raises(NoRoom, match="do not fit"):
+                legroom.weights(tmp_path / "model.safetensors", "cuda", shared=True, dtype=torch.float16)
+        assert not driver.shared_memory.maps
+
+
+def test_memory_that_another_process_took_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
+    path = written(tmp_path, "file", state())
+
+    empty = torch.empty
+
+    def refuse(shape: tuple[int, ...], **options: Any) -> Any:
+        if 0 not in shape:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 MiB.\nMore words")
+        return empty(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(NoRoom, match="CUDA out of memory"):
+        legroom.weights(path, "cuda", shared=True, dtype=torch.float32)
+    assert not driver.shared_memory.maps
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_copy_that_torch_cannot_use_is_closed(tmp_path: Path, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legroom.cache.remembered_sources.QUIET_NS", 0)  # the files are young
+    driver = FakeDriver()
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
+    expected = state()
+    path = written(tmp_path, "file", expected)
+    other = legroom.weights(path, "cuda", shared=True) if made else None
+    seen = []
+    views = shared_model_weights._views
+
+    def refuse(*given: Any) -> Any:
+        seen.append(given)
+        if len(seen) == 1 and other is None:  # to fill it
+            return views(*given)
+        raise CudaRefused("torch copies GPU memory instead of using it in place")
+
+    monkeypatch.setattr(shared_model_weights, "_views", refuse)
+    found = legroom.weights(path, "cuda", shared=True)
+    assert "own copy: torch copies GPU memory" in found.why
+    same(found, expected)
+    if other is not None:
+        other.close()
+    assert not driver.shared_memory.maps
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -11,7 +14,7 @@ import pytest
 from stream_data import as_worker, ids, small_steps, table, write, write_one
 
 import legroom
-from legroom.errors import NoLength
+from legroom.errors import NoLength, UsageError
 from legroom.loader.stream.stream_dataset import stream
 from open_descriptors import open_descriptors
 
@@ -191,3 +194,33 @@ def test_what_leaves_a_worker_is_no_slice_of_more(tmp_path: Path) -> None:
         batch = next(iter(stream(paths, batch_size=10)))
     assert batch == whole.slice(0, 10).combine_chunks().to_batches()[0]
     assert len(pickle.dumps(batch)) < 5000
+
+
+def test_a_state_of_numpys_integers_is_json(tmp_path: Path) -> None:
+    path = write_one(tmp_path / "a", table(0, 100), 10)
+    made = {name: np.int64(value) for name, value in ARGUMENTS.items()}
+    data = stream(path, **made)  # type: ignore[arg-type]
+    next(iter(data))
+    state = json.loads(json.dumps(data.state_dict()))
+    again = stream(path, **ARGUMENTS)
+    again.load_state_dict(state)
+    data.set_epoch(np.int64(5))  # type: ignore[arg-type]
+    json.dumps(data.state_dict())
+
+
+ARGUMENTS: dict[str, Any] = {
+    "batch_size": 8, "shuffle_buffer": 16, "seed": 3, "epoch": 2, "rank": 1, "world_size": 2
+}  # fmt: skip
+
+
+def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_one(tmp_path / "a", table(0, 10), 10)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(ids(stream("~/a*"))) == 10
+
+
+@pytest.mark.parametrize("given", [{"rank": "0", "world_size": 2}, {"rank": 0, "world_size": "2"}])
+def test_a_rank_that_is_text_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    path = write_one(tmp_path / "a", table(0, 10), 10)
+    with pytest.raises(UsageError, match="must be an integer"):
+        stream(path, **given)

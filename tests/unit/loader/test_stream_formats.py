@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -94,6 +95,32 @@ def test_a_null_is_not_made_into_a_number(tmp_path: Path, values: list[object]) 
     import pyarrow.compute as pc
 
     assert len(next(iter(stream(path, format="numpy", filters=pc.field("x").is_valid())))["x"]) == 1
+
+
+def test_the_advice_for_nulls_in_a_field_of_a_struct_works(tmp_path: Path) -> None:
+    path = _file(tmp_path, n=[{"a": 1}, {"a": None}])
+    with pytest.raises(UnsupportedData, match=r"'n\.a' cannot be an array") as caught:
+        list(stream(path, format="numpy"))
+    import pyarrow.compute
+
+    (advice,) = [fix for fix in caught.value.fix if "field(" in fix]
+    filters = eval(advice.partition("filters=")[2], {"pyarrow": pyarrow})
+    (batch,) = stream(path, format="numpy", filters=filters)
+    assert batch["n"]["a"].tolist() == [1]
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch"])
+def test_lists_of_a_fixed_size_of_anything(tmp_path: Path, form: Any) -> None:
+    if form == "torch":
+        pytest.importorskip("torch")
+    path = _file(
+        tmp_path,
+        lists=pa.array([[[1], [2, 3]], [[], [4]]], pa.list_(pa.list_(pa.int64()), 2)),
+        structs=pa.array([[{"x": 1}, {"x": 2}], [{"x": 3}, {"x": 4}]], pa.list_(pa.struct([("x", pa.int64())]), 2)),
+    )
+    (batch,) = stream(path, format=form)
+    assert [[one.tolist() for one in row] for row in batch["lists"]] == [[[1], [2, 3]], [[], [4]]]
+    assert batch["structs"]["x"].tolist() == [[1, 2], [3, 4]]
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

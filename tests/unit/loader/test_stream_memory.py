@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -86,12 +87,11 @@ def test_where_the_size_is_not_known_what_was_decoded_stands_for_it() -> None:
         assert pool.release_unused.call_count == 2
 
 
-def test_the_size_of_the_process() -> None:
-    def nothing(_: str) -> bytes:
-        raise FileNotFoundError
-
-    assert resident(nothing) is None
-    assert resident(lambda _: b"100 50 1") == 50 * pytest.importorskip("resource").getpagesize()
+def test_the_size_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_memory, "open", lambda *_, **__: io.BytesIO(b"100 50 1"), raising=False)
+    assert resident() == 50 * pytest.importorskip("resource").getpagesize()
+    monkeypatch.setattr(stream_memory, "open", Mock(side_effect=FileNotFoundError), raising=False)
+    assert resident() is None
 
 
 def test_page_headers_add_up_to_their_chunks(tmp_path: Path) -> None:

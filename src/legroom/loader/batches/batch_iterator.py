@@ -22,15 +22,14 @@ Such a fast consumer gets small batches in groups, gathered together: 13 kB take
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,19 +37,10 @@ import numpy as np
 
 from legroom.errors import UsageError
 from legroom.loader.batches.batch_settings import BatchSettings, columns_of, gatherer_for, windows_of
-from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer
+from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, Task
 from legroom.loader.batches.state_dict import EpochPosition, Fingerprint, as_dict, from_dict
-from legroom.loader.rank_sampler import (
-    ChosenRows,
-    RankSampler,
-    SampledBatch,
-    choose_rows,
-    permutation,
-    process_group,
-    rank_and_world,
-)
+from legroom.loader.rank_sampler import ChosenRows, RankSampler, choose_rows, permutation, process_group, rank_and_world
 from legroom.messages import say
-from legroom.records.cache_entry import Entry
 from legroom.system import step_callbacks
 from legroom.system.argument_checks import check_integer
 from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once
@@ -84,13 +74,19 @@ class Batches:
             tokens = windows_of(data, length, settings.stride)
             columns = {"tokens": tokens}
             windows = [length, settings.stride or length, str(tokens.dtype)]
-        found = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
-        chosen = self._chosen = choose_rows(settings.rows, found.rows)
-        if chosen is not None:
-            found = replace(found, rows=chosen.count, chosen=chosen.identity)
+        total, entry = len(next(iter(columns.values()))), data.info
+        chosen = self._chosen = choose_rows(settings.rows, total)
         self._data = data
         self._settings = settings = replace(settings, rows=None if chosen is None else chosen.rows)
-        self._fingerprint = replace(found, windows=windows)
+        self._fingerprint = Fingerprint(
+            rows=total if chosen is None else chosen.count,
+            shuffle=settings.shuffle,
+            seed=settings.seed,
+            digest=None if entry.digest is None else f"{entry.hash}:{entry.digest}",
+            columns=_shown(columns),
+            windows=windows,
+            chosen=None if chosen is None else chosen.identity,
+        )
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())
         self.sampler = RankSampler(
             rows=self._fingerprint.rows,
@@ -133,9 +129,10 @@ class Batches:
             self._begins_next_epoch = self._begins_next_epoch and upcoming is None
             order = self._orders.take(position.epoch) if self._orders is not None else None
             upcoming = _EpochBatches(self.sampler, order, position, self._chosen)
-        gatherer, group = self._gatherer, None
+        gatherer: Gatherer | Prefetcher = self._gatherer
+        group = None
         if isinstance(gatherer, HostGatherer):
-            prefetcher = Prefetcher(gatherer, gatherer.gather_on_one_core)
+            prefetcher = Prefetcher(gatherer)
             if gatherer.group > 1 and self._settings.transform is None:
                 group = partial(_gather_group, upcoming, gatherer, prefetcher)
             gatherer = prefetcher
@@ -215,7 +212,7 @@ class _EpochBatches:
         if step is None:
             return False
         self._after = step.after
-        self.next.append((step.after, self._rows_of(step)))
+        self.next.append((step.after, self._rows_between(step.first, step.last)))
         return True
 
     def gather_group(self, gatherer: HostGatherer) -> bool:
@@ -231,9 +228,6 @@ class _EpochBatches:
         ready = deque(zip(range(at + step, at + count * step + 1, step), batches, strict=True))
         self.ready, self._after = ready, at + count * step  # no call in between, which Ctrl-C could interrupt
         return True
-
-    def _rows_of(self, step: SampledBatch) -> NDArray:
-        return self._rows_between(step.first, step.last)
 
     def _rows_between(self, first: int, last: int) -> NDArray:
         if self._order is not None and last <= len(self._order):
@@ -255,7 +249,7 @@ class _Loop:
     def __init__(
         self,
         upcoming: _EpochBatches,
-        gatherer: Gatherer,
+        gatherer: Gatherer | Prefetcher,
         transform: Callable[[dict[str, Any]], Any] | None,
         progress: _EpochProgress,
         orders: EpochOrders | None,
@@ -340,7 +334,7 @@ class EpochOrders:
 
     def __init__(self, rows: int, seed: int, chosen: ChosenRows | None = None) -> None:
         self._rows, self._seed, self._chosen = rows, seed, chosen
-        self._next: tuple[int, int, SimpleQueue[NDArray | None]] | None = None  # epoch, and the process that computes
+        self._next: tuple[int, int, Task[NDArray]] | None = None  # epoch, and the process that computes
         self._known: tuple[int, NDArray] | None = None  # by ``known``
 
     def take(self, epoch: int) -> NDArray:
@@ -350,16 +344,15 @@ class EpochOrders:
             return known[1]
         following, self._next = self._next, None
         if following is not None and following[:2] == (epoch, os.getpid()):
-            order = following[2].get()
-            if order is not None:
-                return order
+            with suppress(MemoryError):  # computed again below, when there may be more
+                return following[2].result()
         return _order(self._rows, self._seed, epoch, self._chosen)
 
     def known(self, epoch: int) -> NDArray | None:
         """The order of an epoch, if it is ready or takes no time; ``take`` returns the same."""
         if self._known is not None and self._known[0] == epoch:
             return self._known[1]
-        ready = self._next is not None and self._next[:2] == (epoch, os.getpid()) and not self._next[2].empty()
+        ready = self._next is not None and self._next[:2] == (epoch, os.getpid()) and self._next[2].ready
         if not ready and self._rows >= _LEAST_PREPARED:
             return None
         self._known = epoch, self.take(epoch)
@@ -369,9 +362,9 @@ class EpochOrders:
         """Compute the order of an epoch in a thread, unless it is too small or too large for that."""
         if not _LEAST_PREPARED <= self._rows <= _MOST_PREPARED or not room_for_threads(1):
             return
-        found: SimpleQueue[NDArray | None] = SimpleQueue()
-        if start_thread_at_once(_put_order, self._rows, self._seed, epoch, self._chosen, found):
-            self._next = epoch, os.getpid(), found
+        task = Task(partial(_order, self._rows, self._seed, epoch, self._chosen))
+        if start_thread_at_once(task.run):
+            self._next = epoch, os.getpid(), task
 
 
 def _order(rows: int, seed: int, epoch: int, chosen: ChosenRows | None) -> NDArray:
@@ -382,22 +375,11 @@ def _order(rows: int, seed: int, epoch: int, chosen: ChosenRows | None) -> NDArr
     return order
 
 
-def _put_order(rows: int, seed: int, epoch: int, chosen: ChosenRows | None, into: SimpleQueue[NDArray | None]) -> None:
-    try:
-        into.put(_order(rows, seed, epoch, chosen))
-    except BaseException:
-        into.put(None)  # too little memory: take() computes it again, and raises the error
-
-
-def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, seed: int) -> Fingerprint:
-    """The fingerprint of these columns in this order."""
-    shown = sorted(
-        # Not translated: it is compared with states of other runs.
-        f"{name} {getattr(column, 'dtype', 'ragged')}{list(column.shape)}"
-        for name, column in columns.items()
+def _shown(columns: Mapping[str, Column]) -> list[str]:
+    """The columns with types and shapes. Not translated: they are compared with states of other runs."""
+    return sorted(
+        f"{name} {getattr(column, 'dtype', 'ragged')}{list(column.shape)}" for name, column in columns.items()
     )
-    digest = f"{entry.hash}:{entry.digest}" if entry.digest is not None else None
-    return Fingerprint(len(next(iter(columns.values()))), shuffle, seed, digest, shown)
 
 
 _HANDOVER = 1e-4  # seconds: starting a thread and waiting for it
@@ -415,26 +397,15 @@ def prefetch_pays(gathering: float, consuming: float) -> bool:
 class Prefetcher:
     """Wraps a gatherer, which may be called from any thread, for one consumer."""
 
-    def __init__(
-        self,
-        gatherer: Gatherer,
-        background: Callable[[NDArray], Batch] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """``background``: how to gather while the consumer works."""
-        self._of, self.path = gatherer, gatherer.path
+    def __init__(self, gatherer: HostGatherer, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ahead = 0  # 1 as long as ``_slow`` is not 0: a fast consumer's next batch is not looked up in advance
         self._unmeasured = 0  # of a fast consumer, how many of the next batches are gathered without reading the clock
-        self._gather, self._background, self._clock = gatherer.gather, background or gatherer.gather, clock
+        self._gather, self._background, self._clock = gatherer.gather, gatherer.gather_on_one_core, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
         self._slow = 0  # how many of the next batches still remember a consumer that took longer than a hand-over
         self._returned: float | None = None
-        self._pending: _Pending | None = None
-
-    @property
-    def why(self) -> str:
-        return self._of.why
+        self._pending: tuple[NDArray, int, Task[tuple[Batch, float]]] | None = None  # rows, and the process
 
     def gather(self, rows: NDArray) -> Batch:
         if self._unmeasured:
@@ -443,9 +414,10 @@ class Prefetcher:
         asked, returned = self._clock(), self._returned
         is_fast = returned is not None and not self._is_slow(asked - returned)
         pending, self._pending = self._pending, None
-        if pending is not None and pending.is_for(rows):
-            batch = pending.result()
-            self._gathering.append(pending.seconds)
+        # A forked child has the task but not its thread.
+        if pending is not None and pending[0] is rows and pending[1] == os.getpid():
+            batch, seconds = pending[2].result()
+            self._gathering.append(seconds)
             self._returned = self._clock()
         else:
             batch = self._gather(rows)
@@ -480,46 +452,15 @@ class Prefetcher:
             return
         if not room_for_threads(1):  # its thread could end before it begins, and the batch would never come
             return
-        pending = _Pending(rows)
-        if not start_thread_at_once(pending.fill, self._background, self._clock):
+        task = Task(partial(_timed, self._background, self._clock, rows))
+        if not start_thread_at_once(task.run):
             return  # the batch is gathered when it is asked for
-        self._pending = pending
+        self._pending = rows, os.getpid(), task
         self._returned = self._clock()
 
-    def close(self) -> None:
-        """Drop the pending batch; its thread ends by itself."""
-        self._pending = None
 
-
-class _Pending:
-    """A batch that another thread gathers."""
-
-    def __init__(self, rows: NDArray) -> None:
-        self.seconds = 0.0
-        self._rows, self._pid = rows, os.getpid()
-        self._batch: Batch | None = None
-        self._problem: BaseException | None = None
-        self._done = _thread.allocate_lock()
-        self._done.acquire()
-
-    def is_for(self, rows: NDArray) -> bool:
-        """Whether it gathers this array of rows; a forked child has the object but not the thread."""
-        return rows is self._rows and self._pid == os.getpid()
-
-    def fill(self, gather: Callable[[NDArray], Batch], clock: Callable[[], float]) -> None:
-        try:
-            start = clock()
-            self._batch = gather(self._rows)
-            self.seconds = clock() - start
-        except BaseException as problem:
-            self._problem = problem  # raised in the thread that asks for the batch
-        finally:
-            self._done.release()
-
-    def result(self) -> Batch:
-        with self._done:
-            if self._problem is not None:
-                raise self._problem
-            assert self._batch is not None
-            batch, self._batch = self._batch, None
-            return batch
+def _timed(gather: Callable[[NDArray], Batch], clock: Callable[[], float], rows: NDArray) -> tuple[Batch, float]:
+    """The batch of these rows, and the seconds that gathering took."""
+    start = clock()
+    batch = gather(rows)
+    return batch, clock() - start

@@ -6,7 +6,7 @@ The path and its reason are ``Batches.path`` and ``Batches.why``.
     cuda-resident     arrays in GPU memory, gathered there                    resident=True
     cuda-copy-engine  fetched by the GPU's copy engines, row by row           entries in shared memory, large rows
     cuda-kernel       gathered by a kernel that takes few of the GPU's cores  entries in shared memory, small rows
-    cuda-registered   gathered by torch's index_select on the GPU             where the driver is too old for both
+    cuda-registered   gathered by torch's index_select on the GPU             where the kernel cannot be compiled
     cuda-pinned       gathered into page-locked buffers, then copied          entries on disk, or registering failed
     cuda-copy         gathered into ordinary memory, then copied              where page-locking failed too
 
@@ -16,22 +16,22 @@ kernel are compared in the first batches of a loop over scattered rows (choose_f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
-from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
-from legroom.loader.rank_sampler import UNEVEN, Uneven
+from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_dtype
+from legroom.loader.rank_sampler import Uneven
 from legroom.messages import counted, joined, listed, phrase, say
 from legroom.records.cache_entry import Entry
-from legroom.system.argument_checks import check_arguments, check_choice, check_integer
+from legroom.system.argument_checks import check_arguments, check_integer
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 NDArray = np.ndarray[Any, Any]
-FORMATS = ("torch", "numpy")
 # Paths that ``path=`` may force; the others follow from the arguments or are the last resort.
-CUDA_PATHS = ("cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned")
+CudaPath = Literal["cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned"]
+CUDA_PATHS: tuple[CudaPath, ...] = get_args(CudaPath)
 
 _OPTIONAL = ("epoch", "sequence_length", "stride")
 # Each of these has a check of its own, which says more.
-_CHECKED = ("format", "keys", "rank", "world_size", "uneven", "transform", "path", "rows")
+_CHECKED = ("keys", "transform", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class BatchSettings:
     seed: int = 0
     epoch: int | None = None
     device: Any = None
-    format: str = "torch"
+    format: Literal["torch", "numpy"] = "torch"
     keys: str | Iterable[str] | None = None
     drop_last: bool = False
     rank: int | None = None
@@ -67,7 +67,7 @@ class BatchSettings:
     uneven: Uneven = "pad"
     transform: Callable[[dict[str, Any]], Any] | None = None
     resident: bool = False
-    path: str | None = None
+    path: CudaPath | None = None
     sequence_length: int | None = None
     stride: int | None = None
     rows: slice | Iterable[int] | None = None
@@ -93,8 +93,6 @@ class BatchSettings:
         return found
 
     def _check(self) -> None:
-        check_choice("format", self.format, FORMATS)
-        check_choice("uneven", self.uneven, UNEVEN)
         if self.transform is not None and not callable(self.transform):
             raise UsageError(
                 say("transform must be callable (got {value!r})", value=self.transform),
@@ -108,16 +106,14 @@ class BatchSettings:
                 why=say("it keeps the arrays in GPU memory; they are in RAM already"),
                 fix=("device='cuda', resident=True", say("or remove resident=True")),
             )
-        if self.path is not None:
-            check_choice("path", self.path, CUDA_PATHS)
-            if self.on_host or self.resident:
-                raise UsageError(
-                    say("path={path!r} cannot be used here", path=self.path),
-                    why=say("resident=True gathers in GPU memory") if self.resident else say("batches stay in RAM"),
-                    fix=(say("remove path"),) if self.resident else ("device='cuda'", say("or remove path")),
-                )
+        if self.path is not None and (self.on_host or self.resident):
+            raise UsageError(
+                say("path={path!r} cannot be used here", path=self.path),
+                why=say("resident=True gathers in GPU memory") if self.resident else say("batches stay in RAM"),
+                fix=(say("remove path"),) if self.resident else ("device='cuda'", say("or remove path")),
+            )
         if self.format == "torch":
-            _require_torch()
+            require("torch", "torch", _TENSORS, instead=_WITHOUT_TORCH)
         elif not self.on_host:
             raise UsageError(
                 say("format={format!r} cannot be used with device={device}", format=self.format, device=self.device),
@@ -145,11 +141,6 @@ class BatchSettings:
 
 _TENSORS = phrase("batches of tensors")
 _WITHOUT_TORCH = (phrase("format='numpy' returns arrays and needs no torch"),)
-
-
-def _require_torch() -> None:
-    if sys.modules.get("torch") is None:
-        require("torch", "torch", _TENSORS, instead=_WITHOUT_TORCH)
 
 
 def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, Column]:
@@ -283,7 +274,9 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
             why=say("rows of different lengths, text and dates stay in RAM"),
             fix=(say("remove device"), say("or select a numeric column: keys=(…)")),
         )
-    on_device = _on_device(data, movable, settings)
+    extents = {name: data.where(name) for name in movable}
+    files = {name: (extent.path, extent.offset) for name, extent in extents.items() if extent is not None}
+    on_device = open_gatherer(movable, data.info, settings, files=files)  # type: ignore[arg-type]
     rest = {name: column for name, column in columns.items() if name not in movable}
     return (
         SplitGatherer(on_device, HostGatherer(rest, settings.batch_size, tensor), list(columns)) if rest else on_device
@@ -318,20 +311,9 @@ class SplitGatherer:
         self._first.begin(rows)
         self._rest.begin(rows)
 
-    def close(self) -> None:
-        """Close both."""
-        self._first.close()
-        self._rest.close()
-
 
 def _is_tensor(column: Column) -> bool:
-    return isinstance(column, np.ndarray) and torch_holds(column.dtype)
-
-
-def _on_device(data: Data, columns: Mapping[str, Any], settings: BatchSettings) -> Gatherer:
-    found = {name: data.where(name) for name in columns}
-    files = {name: (extent.path, extent.offset) for name, extent in found.items() if extent is not None}
-    return open_gatherer(columns, data.info, settings, files=files)
+    return isinstance(column, np.ndarray) and torch_dtype(column.dtype) is not None
 
 
 def open_gatherer(
@@ -366,18 +348,9 @@ def open_gatherer(
     why = _why_not_registered(entry, columns, files) or driver.why_no_registering()
     if why is None:
         try:
-            registered = register_columns(driver, columns, files)
+            return open_registered(driver, rows, partial(register_columns, driver, columns, files), settings)
         except CudaRefused as refusal:
-            why = say("CUDA did not register the shared copy: {refusal}", refusal=refusal)
-        else:
-            try:
-                return open_registered(driver, rows, registered, settings)
-            except CudaRefused as refusal:
-                registered.release()
-                why = str(refusal)
-            except BaseException:
-                registered.release()
-                raise
+            why = str(refusal)
     if settings.path is not None:
         raise UsageError(
             say("path={path!r} cannot be used", path=settings.path),

@@ -15,6 +15,7 @@ shortly. If the other one was better this time, they are compared as in a first 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_low
@@ -29,7 +30,7 @@ from legroom.loader.batches.cuda_copy_engine import PATH as ENGINE_PATH
 from legroom.loader.batches.cuda_copy_engine import CopyEngineGatherer
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, RowLayout
 from legroom.loader.batches.cuda_registered import KERNEL_PATH, SELECT_PATH, RegisteredColumns, RegisteredGatherer
-from legroom.messages import listed, say
+from legroom.messages import joined, listed, say
 
 if TYPE_CHECKING:
     import torch
@@ -54,24 +55,26 @@ _chosen: dict[tuple[Any, ...], PathChoice] = {}  # by device, batch size and row
 
 
 def open_registered(
-    driver: Driver, rows: Mapping[str, RowLayout], registered: RegisteredColumns, settings: BatchSettings
+    driver: Driver, rows: Mapping[str, RowLayout], register: Callable[[], RegisteredColumns], settings: BatchSettings
 ) -> CudaGatherer | PathTrial:
-    """A gatherer on registered memory; it owns ``registered``, unless it raises."""
+    """A gatherer on registered memory. Each gatherer registers for itself: the same files are locked once."""
 
     def engine(why: str) -> CudaGatherer:
-        return CopyEngineGatherer(driver, rows, registered, why, scattered=not settings.consecutive)
+        scattered = not settings.consecutive
+        return _owning(register(), lambda owned: CopyEngineGatherer(driver, rows, owned, why, scattered=scattered))
 
     def kernel(why: str) -> CudaGatherer:
-        return RegisteredGatherer(driver, rows, registered, why, driver.gather_kernel())
+        compiled = driver.gather_kernel()
+        return _owning(register(), lambda owned: RegisteredGatherer(driver, rows, owned, why, compiled))
 
     def select(why: str) -> CudaGatherer:
-        return RegisteredGatherer(driver, rows, registered, why)
+        return _owning(register(), lambda owned: RegisteredGatherer(driver, rows, owned, why))
 
     def kernel_or_select(why: str) -> CudaGatherer:
         try:
             return kernel(why)
-        except CudaRefused:
-            return select(why)
+        except CudaRefused as refusal:
+            return select(joined([why, str(refusal)] if why else [str(refusal)]))
 
     openers = {ENGINE_PATH: engine, KERNEL_PATH: kernel, SELECT_PATH: select}
     why_not = driver.why_no_copy_engines()
@@ -80,13 +83,19 @@ def open_registered(
             raise CudaRefused(why_not)
         return openers[settings.path](say("path={path!r} was given", path=settings.path))
     if why_not is not None:
-        return select(why_not)
+        return kernel_or_select(why_not)
     if settings.consecutive:
         return engine(say("consecutive rows are one copy for the GPU's copy engines"))
     key = (str(driver.device), settings.batch_size, *sorted(kind.nbytes for kind in rows.values()))
-    return PathTrial(
-        driver, (engine, kernel_or_select), registered, partial(_chosen.__setitem__, key), _chosen.get(key)
-    )
+    return PathTrial(driver, (engine, kernel_or_select), partial(_chosen.__setitem__, key), _chosen.get(key))
+
+
+def _owning(registered: RegisteredColumns, make: Callable[[RegisteredColumns], CudaGatherer]) -> CudaGatherer:
+    try:
+        return make(registered)
+    except BaseException:
+        registered.release()
+        raise
 
 
 Opener = Callable[[str], CudaGatherer]
@@ -99,7 +108,6 @@ class PathTrial:
         self,
         driver: Driver,
         openers: Sequence[Opener],
-        registered: RegisteredColumns,
         on_choice: Callable[[PathChoice], None],
         before: PathChoice | None = None,
     ) -> None:
@@ -111,19 +119,11 @@ class PathTrial:
         self._begun: list[tuple[NDArray, CudaGatherer]] = []
         self._kept: CudaGatherer | None = None
         self._why = say("the paths are being compared in the first {count} batches", count=PHASE * _PHASES)
-        try:
+        with ExitStack() as opened:
             for open_one in openers:
-                registered.users += 1
-                try:
-                    self._gatherers.append(open_one(""))
-                except BaseException:
-                    registered.users -= 1
-                    raise
-        except BaseException:
-            for gatherer in self._gatherers:
-                gatherer.close()
-            raise
-        registered.release()  # the gatherers have a use each, and the last of them ends it
+                self._gatherers.append(open_one(""))
+                opened.callback(self._gatherers[-1].close)
+            opened.pop_all()
         if before is not None:
             self._gatherers.sort(key=lambda gatherer: gatherer.path != before.path)
 
@@ -143,18 +143,23 @@ class PathTrial:
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
         """The batch of these rows; until the choice, the time since the batch before is counted."""
-        begun = next((gatherer for asked, gatherer in self._begun if asked is rows), None)
-        self._begun = [one for one in self._begun if one[0] is not rows][-_SETTLING:]
-        gatherer = begun or self._current()
+        gatherer = self._current()
+        for place, (asked, of_begun) in enumerate(self._begun):
+            if asked is rows:
+                del self._begun[: place + 1]  # those begun before it are of a loop that was left
+                gatherer = of_begun
+                break
         batch = gatherer.gather(rows)
         if self._kept is None:
             self._count(gatherer)
+        elif len(self._gatherers) > 1:
+            self._close_others()
         return batch
 
     def begin(self, rows: NDArray) -> None:
         """Prefetch a batch."""
         gatherer = self._current()
-        self._begun.append((rows, gatherer))
+        self._begun = [*self._begun[-_SETTLING:], (rows, gatherer)]
         gatherer.begin(rows)
 
     def close(self) -> None:
@@ -197,10 +202,16 @@ class PathTrial:
     def _keep(self, choice: PathChoice) -> None:
         self._why = choice.why
         self._kept = next(gatherer for gatherer in self._gatherers if gatherer.path == choice.path)
-        for gatherer in self._gatherers:
-            if gatherer is not self._kept and all(begun is not gatherer for _, begun in self._begun):
-                gatherer.close()
+        self._close_others()
         self._on_choice(choice)
+
+    def _close_others(self) -> None:
+        """Close what was not kept, once the batches that it began are taken."""
+        needed = [self._kept, *(begun for _, begun in self._begun)]
+        for gatherer in self._gatherers:
+            if gatherer not in needed:
+                gatherer.close()
+        self._gatherers = [gatherer for gatherer in self._gatherers if gatherer in needed]
 
 
 def choose(seconds: Mapping[str, list[float]]) -> PathChoice:

@@ -21,7 +21,7 @@ from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,13 +34,16 @@ from legroom.system.processes_and_threads import (
     usable_cpus,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged | ColumnChunks
 Batch = dict[str, Any]
 
 
 class Gatherer(Protocol):
-    """Makes batches of some columns; opened once, used for every epoch, closed once.
+    """Makes batches of some columns; opened once and used for every epoch. What it holds is released with it.
 
     ``gather`` and ``begin`` are called by one thread at a time, the consumer's. A CUDA gatherer finds the consumer's
     device and stream current, and its result must be ordered on that stream. Prefetching, on streams or threads of its
@@ -68,10 +71,6 @@ class Gatherer(Protocol):
 
     def begin(self, rows: NDArray) -> None:
         """A hint: the rows of a ``gather`` to come, which then passes the same array object; in order."""
-        ...
-
-    def close(self) -> None:
-        """Release resources; returned batches stay valid. A second call does nothing."""
         ...
 
 
@@ -117,9 +116,6 @@ class HostGatherer:
     def begin(self, rows: NDArray) -> None:
         """Nothing: batch_iterator.py decides whether a thread pays."""
 
-    def close(self) -> None:
-        """Nothing: buffers are freed with the last batch."""
-
 
 _MOST_GROUPED = 256 << 10  # bytes of the batches that are gathered by one call: they stay in a core's cache
 _LARGEST_GROUP = 16
@@ -141,7 +137,7 @@ Taker = Callable[[NDArray, bool], Any]  # row numbers, and whether to use one co
 def _wrapper(column: Column, tensor: Callable[[NDArray], Any] | None) -> Callable[[Any], Any]:
     """What makes the value of a batch from the rows that were taken."""
     kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
-    wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
+    wrap = tensor if tensor is not None and torch_dtype(kind) is not None else _unchanged
     if not isinstance(column, Ragged):
         return wrap
     return _unchanged if column.text else lambda rows: [wrap(row) for row in rows]
@@ -203,15 +199,15 @@ def _unchanged(array: NDArray) -> NDArray:
     return array
 
 
-def torch_holds(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has tensors of that dtype; it has none for strings and dates."""
+@cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """torch's dtype for that; it has none for strings and dates."""
     import torch
 
     try:
-        torch.from_numpy(np.empty(0, dtype))
-    except TypeError:
-        return False
-    return True
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
 
 
 _LEAST_SHARED_COPY = 1 << 20  # bytes: below, starting a thread takes longer than the copy
@@ -272,49 +268,22 @@ class _Trials:
 @cache
 def _trials(_size: int, _row: int) -> _Trials:
     """Shared by all copies whose size and row size are between the same powers of two."""
-    return _Trials(_choices(usable_cpus()))
-
-
-def _choices(cpus: int) -> list[int]:
-    """1, 2, 4 … threads, no more than there are CPUs."""
-    return [threads for threads in (1, 2, 4, _MOST_THREADS) if threads <= max(1, cpus)]
+    return _Trials([threads for threads in (1, 2, 4, _MOST_THREADS) if threads <= max(1, usable_cpus())])
 
 
 def _copy_rows(source: NDArray, rows: NDArray, out: NDArray, threads: int) -> None:
-    borders = [len(rows) * part // threads for part in range(threads + 1)]
-    parts = [slice(first, last) for first, last in pairwise(borders) if first < last]
-    others = [_Part(source, rows[part], out[part]) for part in parts[1:]]
+    first, *others = _parts(len(rows), threads)
+    tasks = [start_task(partial(np.take, source, rows[part], 0, out[part], "clip")) for part in others]
     try:
-        np.take(source, rows[parts[0]], axis=0, out=out[parts[0]], mode="clip")
+        np.take(source, rows[first], axis=0, out=out[first], mode="clip")
     finally:
-        # Also after an exception: the memory must not be reused while other threads write to it.
-        for other in others:
-            other.wait()
+        wait_for(tasks)
 
 
-class _Part:
-    """The part of one thread, which has been started."""
-
-    def __init__(self, source: NDArray, rows: NDArray, out: NDArray) -> None:
-        self._source, self._rows, self._out = source, rows, out
-        self._problem: BaseException | None = None
-        self._done = _thread.allocate_lock()
-        self._done.acquire()
-        if not start_thread_at_once(self._copy):
-            self._copy()
-
-    def _copy(self) -> None:
-        try:
-            np.take(self._source, self._rows, axis=0, out=self._out, mode="clip")
-        except BaseException as problem:
-            self._problem = problem  # raised in the thread that waits
-        finally:
-            self._done.release()
-
-    def wait(self) -> None:
-        with self._done:
-            if self._problem is not None:
-                raise self._problem
+def _parts(count: int, pieces: int) -> list[slice]:
+    """So many rows in pieces of about the same size, none of them empty."""
+    borders = [count * piece // pieces for piece in range(pieces + 1)]
+    return [slice(first, last) for first, last in pairwise(borders) if first < last]
 
 
 _PAGE = 4096
@@ -379,14 +348,14 @@ _END_S = 60.0  # for a thread to end its last copy
 class Task(Generic[T]):
     """A call in another thread; ``result`` waits for it."""
 
-    __slots__ = ("_call", "_done", "_problem", "_value")
+    __slots__ = ("_call", "_value", "done", "problem")
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call: Callable[[], T] | None = call
         self._value: T | None = None
-        self._problem: BaseException | None = None
-        self._done = _thread.allocate_lock()
-        self._done.acquire()
+        self.problem: BaseException | None = None
+        self.done = _thread.allocate_lock()
+        self.done.acquire()
 
     def run(self) -> None:
         call, self._call = self._call, None
@@ -394,16 +363,40 @@ class Task(Generic[T]):
         try:
             self._value = call()
         except BaseException as problem:
-            self._problem = problem  # raised in the thread that waits
+            self.problem = problem  # raised in the thread that waits
         finally:
-            self._done.release()
+            self.done.release()
 
     def result(self) -> T:
-        with self._done:
-            if self._problem is not None:
-                raise self._problem
+        with self.done:
+            if self.problem is not None:
+                raise self.problem
             value: T = self._value  # type: ignore[assignment]
             return value
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``result`` does not wait."""
+        return not self.done.locked()
+
+
+def wait_for(tasks: list[Task[Any]]) -> None:
+    """Wait for all, then raise the first error: their memory must not be reused while one of them writes to it."""
+    problems = []
+    for task in tasks:
+        with task.done:
+            if task.problem is not None:
+                problems.append(task.problem)
+    if problems:
+        raise problems[0]
+
+
+def start_task(call: Callable[[], T]) -> Task[T]:
+    """The call in a thread of its own; where none can be started, it is made here."""
+    task = Task(call)
+    if not start_thread_at_once(task.run):
+        task.run()
+    return task
 
 
 class TaskThread:
@@ -411,7 +404,7 @@ class TaskThread:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        self._thread = start_daemon_thread(_runner(self._tasks), name)
+        self._thread = start_daemon_thread(partial(_run_tasks, self._tasks), name)
         # At exit too: memory that a thread writes to must not be freed under it.
         self._stop = weakref.finalize(self, _stop, self._tasks, self._thread)
 
@@ -429,15 +422,11 @@ class TaskThread:
         self._stop()
 
 
-def _runner(tasks: SimpleQueue[Task[Any] | None]) -> Callable[[], None]:
+def _run_tasks(tasks: SimpleQueue[Task[Any] | None]) -> None:
     """What the thread does; it refers to nothing else, so that its owner can be freed."""
-
-    def run() -> None:
-        while (task := tasks.get()) is not None:
-            task.run()
-            del task
-
-    return run
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task
 
 
 def _stop(tasks: SimpleQueue[Task[Any] | None], thread: threading.Thread | None) -> None:
@@ -462,27 +451,20 @@ class RowThreads:
             take_rows(column, rows, into)
             return
         row = into.nbytes // len(rows)
-        borders = [len(rows) * part // parts for part in range(parts + 1)]
-        (first, last), *others = pairwise(borders)
-        waiting = [
-            helper.start(_taking(column, rows[start:end], into[start * row : end * row]))
-            for helper, (start, end) in zip(self._helpers, others, strict=False)
+        first, *others = _parts(len(rows), parts)
+        tasks = [
+            helper.start(partial(take_rows, column, rows[part], into[part.start * row : part.stop * row]))
+            for helper, part in zip(self._helpers, others, strict=False)
         ]
         try:
-            take_rows(column, rows[first:last], into[first * row : last * row])
+            take_rows(column, rows[first], into[: first.stop * row])
         finally:
-            # Also after an exception: the memory must not be used again while other threads write to it.
-            for task in waiting:
-                task.result()
+            wait_for(tasks)
 
     def stop(self) -> None:
         """End the threads."""
         for helper in self._helpers:
             helper.stop()
-
-
-def _taking(column: NDArray, rows: NDArray, into: NDArray) -> Callable[[], None]:
-    return lambda: take_rows(column, rows, into)
 
 
 def take_rows(column: NDArray, rows: NDArray, into: NDArray) -> None:

@@ -15,13 +15,12 @@ import numpy as np
 
 from legroom.errors import UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused, DriverApi
+from legroom.loader.batches.cuda_kernel import GatherKernel
 from legroom.messages import counted, phrase, say
-from legroom.system.lazy_and_optional_imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import require
 
 if TYPE_CHECKING:
     import torch
-
-    from legroom.loader.batches.cuda_kernel import GatherKernel
 
 _PORTABLE, _MAPPED, _READ_ONLY = 1, 2, 8  # cudaHostRegister*
 # CUDA documents all three; with unified addressing the last one suffices.
@@ -51,8 +50,6 @@ class Driver:
 
     def why_no_copy_engines(self) -> str | None:
         """Why rows cannot be copied by the copy engines, or None."""
-        if self._torch.version.hip is not None:
-            return say("torch is built for ROCm")
         try:
             return self.api().why_no_batched_copies()
         except CudaRefused as refusal:
@@ -65,11 +62,6 @@ class Driver:
 
     def gather_kernel(self) -> GatherKernel:
         """The gather kernel of few blocks; CudaRefused where it cannot be compiled."""
-        with import_lock:
-            from legroom.loader.batches.cuda_kernel import GatherKernel
-
-        if self._torch.version.hip is not None:
-            raise CudaRefused(say("torch is built for ROCm"))
         self.api().enter()
         capability = self._torch.cuda.get_device_capability(self.device)
         return GatherKernel(self.api(), capability, self._torch.version.cuda)
@@ -93,9 +85,9 @@ class Driver:
         context: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
         return context
 
-    def mark(self, stream: Any, *, sleep: bool = False, timing: bool = False) -> Any:
-        """An event after all work queued on ``stream``; with ``sleep``, waiting for it uses no CPU."""
-        event = self._torch.cuda.Event(enable_timing=timing, blocking=sleep)
+    def mark(self, stream: Any, *, timing: bool = False) -> Any:
+        """An event after all work queued on ``stream``."""
+        event = self._torch.cuda.Event(enable_timing=timing)
         event.record(stream)
         return event
 
@@ -199,17 +191,13 @@ class _Window:
     """An address with ``__cuda_array_interface__``, which torch accepts as a CUDA array."""
 
     def __init__(self, address: int, words: int, width: int) -> None:
-        self._interface: dict[str, object] = {
+        self.__cuda_array_interface__: dict[str, object] = {
             "data": (address, False),  # torch refuses an array marked read-only
             "shape": (words,),
             "strides": None,
             "typestr": _TYPES[width],
             "version": 3,
         }
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return self._interface
 
 
 def open_driver(device: object) -> Driver:

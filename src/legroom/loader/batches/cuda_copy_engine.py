@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.loader.batches.cpu_gather import RowThreads, TaskThread
+from legroom.loader.batches.cpu_gather import RowThreads
 from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
-from legroom.loader.batches.cuda_pinned import StagingBuffer, column_offsets
+from legroom.loader.batches.cuda_pinned import BatchMaker, StagingBuffer, column_offsets
 from legroom.loader.batches.cuda_registered import RegisteredColumns
 
 if TYPE_CHECKING:
@@ -39,15 +39,13 @@ class CopyEngineGatherer(CudaGatherer):
         super().__init__(driver, PATH, why)
         self._rows, self._registered = dict(rows), registered
         self._staged = {name: kind for name, kind in rows.items() if scattered and 0 < kind.nbytes < LEAST_ROW}
-        self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)] if self._staged else []
-        self._turn = 0
         self.ahead = _BUFFERS - 1 if self._staged else 1
-        self._submitter = TaskThread("legroom-copy")
+        self._maker = BatchMaker(driver, _BUFFERS if self._staged else 0, "legroom-copy")
         self._threads = RowThreads() if self._staged else None
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
         batch = QueuedBatch(self.side, self._rows, len(rows))
-        return self._submitter.start(partial(self._queue, rows, batch)).result
+        return self._maker.thread.start(partial(self._queue, rows, batch)).result
 
     def _queue(self, rows: NDArray, batch: QueuedBatch) -> QueuedBatch:
         copies = [
@@ -76,8 +74,7 @@ class CopyEngineGatherer(CudaGatherer):
         """Gather small rows into page-locked memory and add one copy per column."""
         assert self._threads is not None
         starts, total = column_offsets(self._staged, len(rows))
-        self._turn = (self._turn + 1) % len(self._buffers)
-        buffer = self._buffers[self._turn]
+        buffer = self._maker.next_buffer()
         memory = buffer.take(total, pinned=True)
         filled = memory.numpy()
         for name, kind in self._staged.items():
@@ -93,12 +90,12 @@ class CopyEngineGatherer(CudaGatherer):
         return buffer
 
     def _stop(self) -> None:
-        self._submitter.stop()
+        self._maker.thread.stop()
         if self._threads is not None:
             self._threads.stop()
 
     def _release(self) -> None:
-        self._buffers.clear()
+        self._maker.buffers.clear()
         self._registered.release()
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from legroom.errors import UnsupportedData, UsageError
+from legroom.loader.batches.cpu_gather import torch_dtype
 from legroom.loader.batches.cuda_calls_for_gather import Driver, cannot_use_cuda
 from legroom.messages import say
 
@@ -54,10 +55,6 @@ class SideStream:
 
         with torch.inference_mode(False), self.driver.on(self.stream):
             yield
-
-    def drain(self) -> None:
-        """Wait until everything queued on the side stream is done."""
-        self.stream.synchronize()
 
 
 class QueuedBatch:
@@ -176,8 +173,39 @@ def _is_order(rows: NDArray) -> bool:
     )
 
 
-class CudaGatherer(ABC):
-    """Base of the CUDA gatherers with a side stream: prefetch of one batch, closing, refusal in a forked child."""
+class OwnedHere(ABC):
+    """Base of what uses CUDA: closing, also by the garbage collector, and refusal in a forked child."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._open = True
+
+    def require_usable(self) -> None:
+        """Refuse to gather in a fork of the process that opened this, and after ``close``."""
+        if self._pid != os.getpid():
+            raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=self._pid))
+        if not self._open:
+            raise UsageError(
+                say("the batches are closed"), why=say("close() was called"), fix=(say("call data.batches(…) again"),)
+            )
+
+    def close(self) -> None:
+        """Wait for queued work and release everything; returned batches stay valid."""
+        if self._open and self._pid == os.getpid():
+            self._open = False
+            self._close()
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Streams may be gone at exit, and the kernel releases everything.
+        if not at_exit() and getattr(self, "_open", False):
+            self.close()
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+
+class CudaGatherer(OwnedHere):
+    """Base of the CUDA gatherers with a side stream: prefetch of one batch."""
 
     path: str
     why: str
@@ -187,18 +215,17 @@ class CudaGatherer(ABC):
         self.path, self.why = path, why
         self.side = SideStream(driver)
         self._begun: deque[tuple[NDArray, Callable[[], QueuedBatch]]] = deque()
-        self._pid = os.getpid()
-        self._open = True
+        super().__init__()
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
         """The batch of these rows, ordered on the current stream; prefetched where ``begin`` had these rows."""
-        require_usable(self._pid, self._open)
+        self.require_usable()
         ready = self._prefetched(rows) or self._start(rows)
         return ready().hand_over()
 
     def begin(self, rows: NDArray) -> None:
         """Prefetch a batch: it is gathered while the GPU computes on the current one."""
-        require_usable(self._pid, self._open)
+        self.require_usable()
         while len(self._begun) >= self.ahead:  # of a loop that was left
             self._begun.popleft()
         self._begun.append((rows, self._start(rows)))
@@ -212,20 +239,11 @@ class CudaGatherer(ABC):
                     return ready
         return None
 
-    def close(self) -> None:
-        """Wait for queued work and release everything; returned batches stay valid."""
-        if not self._open or self._pid != os.getpid():
-            return
-        self._open = False
+    def _close(self) -> None:
         self._begun.clear()
         self._stop()
-        self.side.drain()
+        self.side.stream.synchronize()
         self._release()
-
-    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Streams may be gone at exit, and the kernel releases everything.
-        if not at_exit() and getattr(self, "_open", False):
-            self.close()
 
     @abstractmethod
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
@@ -238,16 +256,6 @@ class CudaGatherer(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Release memory; no work is queued any more."""
-
-
-def require_usable(pid: int, is_open: bool) -> None:
-    """Refuse to gather in a fork of the process ``pid`` that opened the gatherer, and after ``close``."""
-    if pid != os.getpid():
-        raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=pid))
-    if not is_open:
-        raise UsageError(
-            say("the batches are closed"), why=say("close() was called"), fix=(say("call data.batches(…) again"),)
-        )
 
 
 _INTEGER_BYTES = (8, 4, 2, 1)
@@ -299,14 +307,13 @@ def row_layout(name: str, column: NDArray) -> RowLayout:
     import torch
 
     shape = column.shape[1:]
-    try:
-        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
-    except (TypeError, ValueError) as problem:
+    dtype = torch_dtype(column.dtype)
+    if dtype is None:
         raise UnsupportedData(
             say("{name} cannot be copied to a CUDA device", name=name),
             why=say("torch {version} has no dtype for {dtype}", version=torch.__version__, dtype=column.dtype),
             fix=(say("select other columns: keys=(…)"), say("or use format='numpy'")),
-        ) from problem
+        )
     return RowLayout(len(column), shape, prod(shape) * column.dtype.itemsize, dtype)
 
 

@@ -54,11 +54,11 @@ class StagingBuffer:
         return self._bytes
 
 
-class _Maker:
+class BatchMaker:
     """A thread that makes batches, with buffers of its own."""
 
-    def __init__(self, driver: Driver, buffers: int) -> None:
-        self.thread = TaskThread("legroom-batch")
+    def __init__(self, driver: Driver, buffers: int, name: str = "legroom-batch") -> None:
+        self.thread = TaskThread(name)
         self.buffers = [StagingBuffer(driver) for _ in range(buffers)]
         self._turn = 0
 
@@ -83,7 +83,7 @@ class PinnedGatherer(CudaGatherer):
         super().__init__(driver, PATH, why)
         self._columns, self._rows = dict(columns), dict(rows)
         count = _makers(column_offsets(rows, batch_size)[1])
-        self._makers = [_Maker(driver, 1 if count > 1 else _BUFFERS) for _ in range(count)]
+        self._makers = [BatchMaker(driver, 1 if count > 1 else _BUFFERS) for _ in range(count)]
         self._turn = 0
         self.ahead = count if count > 1 else _BUFFERS - 1
         # Where there are several makers, each copies its batch alone: nothing is waited for within a batch.
@@ -106,7 +106,7 @@ class PinnedGatherer(CudaGatherer):
         batch = QueuedBatch(self.side, self._rows, len(rows))
         return maker.thread.start(partial(self._make, maker, rows, batch)).result
 
-    def _make(self, maker: _Maker, rows: NDArray, batch: QueuedBatch) -> QueuedBatch:
+    def _make(self, maker: BatchMaker, rows: NDArray, batch: QueuedBatch) -> QueuedBatch:
         starts, total = column_offsets(self._rows, len(rows))
         with self.side.queueing():  # from the start: page-locked memory also belongs to this thread's device
             buffer = maker.next_buffer()

@@ -54,7 +54,6 @@ class RegisteredColumns:
     columns: Mapping[str, NDArray]  # they keep the entry in the cache
     addresses: dict[str, int]
     uses: list[ResourceUse[RegisteredFile]]
-    users: int = 1  # gatherers that will call release
 
     def array(self, name: str) -> NDArray:
         """A column as it is in the registered file, without what this process wrote into its own array."""
@@ -67,10 +66,7 @@ class RegisteredColumns:
         return found
 
     def release(self) -> None:
-        """Release the registered files after the last user; its queued work must not read them any more."""
-        self.users -= 1
-        if self.users > 0:
-            return
+        """Release the registered files; queued work must not read them any more. A second call does nothing."""
         for use in self.uses:
             use.release()
         self.uses.clear()
@@ -90,6 +86,9 @@ def register_columns(
                 use = register_file(driver, Path(path), offset, column)
                 found.uses.append(use)
                 found.addresses[name] = use.resource.address + offset
+    except CudaRefused as refusal:
+        found.release()
+        raise CudaRefused(say("CUDA did not register the shared copy: {refusal}", refusal=refusal)) from refusal
     except BaseException:
         found.release()
         raise

@@ -7,8 +7,6 @@ use several streams: the device is synchronized before anything is freed.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +18,7 @@ import numpy as np
 from legroom.errors import NoRoom
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_calls_for_gather import Driver
-from legroom.loader.batches.cuda_gather_base import RESOURCES, EpochOrder, ResourceUse, RowLayout, require_usable
+from legroom.loader.batches.cuda_gather_base import RESOURCES, EpochOrder, OwnedHere, ResourceUse, RowLayout
 from legroom.loader.batches.cuda_kernel import IN_GPU_MEMORY, ColumnGather
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
@@ -37,7 +35,7 @@ _LEAST_LEFT = 1 << 30
 _ROUNDING = 2 << 20  # that torch's allocator may add to a large request
 
 
-class ResidentGatherer:
+class ResidentGatherer(OwnedHere):
     """Gathers from arrays in GPU memory, kept as rows of integers; a use is None where a row has no bytes."""
 
     path = "cuda-resident"
@@ -56,8 +54,7 @@ class ResidentGatherer:
         self._kernels: dict[str, ColumnGather] | None = None
         self._gathered = 0
         self._why: str | None = None
-        self._pid = os.getpid()
-        self._open = True
+        super().__init__()
 
     @property
     def why(self) -> str:
@@ -70,7 +67,7 @@ class ResidentGatherer:
         """The batch of these rows, gathered on the current stream."""
         import torch
 
-        require_usable(self._pid, self._open)
+        self.require_usable()
         self._gathered += 1
         if self._gathered == _COMPILE_AT:
             self._kernels = _kernels(self._driver, self._rows, self._uses)
@@ -98,11 +95,7 @@ class ResidentGatherer:
     def begin(self, rows: NDArray) -> None:
         """Nothing: the GPU would only do the same work earlier."""
 
-    def close(self) -> None:
-        """Release the arrays; returned batches stay valid."""
-        if not self._open or self._pid != os.getpid():
-            return
-        self._open = False
+    def _close(self) -> None:
         self._why = self.why  # of what is released now
         self._driver.synchronize()
         self._order.drop()
@@ -111,10 +104,6 @@ class ResidentGatherer:
                 use.release()
         self._uses.clear()
         self._columns.clear()
-
-    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not at_exit() and getattr(self, "_open", False):
-            self.close()
 
 
 def _kernels(

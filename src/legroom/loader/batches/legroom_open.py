@@ -83,30 +83,13 @@ class Data(CachedData):
             rows: Use only these rows, in this order unless ``shuffle`` is set: a slice, a range, row numbers or a mask
                 with one bool for each row. With ``sequence_length``, windows. None uses all.
         """
+        given = dict(locals())
+        del given["self"]
         with import_lock:
             from legroom.loader.batches.batch_iterator import Batches
             from legroom.loader.batches.batch_settings import BatchSettings
 
-        settings = BatchSettings(
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            device=device,
-            format=format,
-            keys=Selection(keys).keys,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
-            uneven=uneven,
-            transform=transform,
-            resident=resident,
-            path=path,
-            sequence_length=sequence_length,
-            stride=stride,
-            rows=rows,
-        )
-        return Batches(self, settings)
+        return Batches(self, BatchSettings(**{**given, "keys": Selection(keys).keys}))
 
 
 def open(

@@ -31,6 +31,35 @@ class Fingerprint:
 _OPTIONAL = ("windows", "chosen")  # not in a state where they are None, as in states from before there were any
 
 
+# Fields that must agree, and what is said where they do not.
+_DIFFERENCES = (
+    (
+        ("windows",),
+        phrase("the state was saved with other windows"),
+        phrase("sequence_length, stride and dtype: {theirs} in the state, {ours} here"),
+        phrase("pass the sequence_length, stride and dtype that it was saved with"),
+    ),
+    (
+        ("chosen",),
+        phrase("the state was saved with other rows of the data"),
+        phrase("rows: {theirs} in the state, {ours} here"),
+        phrase("pass the rows that it was saved with"),
+    ),
+    (
+        ("rows", "digest", "columns"),
+        phrase("the state was saved with other data"),
+        phrase("{name}: {theirs} in the state, {ours} here"),
+        phrase("open the data it was saved with"),
+    ),
+    (
+        ("shuffle", "seed"),
+        phrase("the state was saved with another order"),
+        phrase("{name}={theirs} in the state, {name}={ours} here"),
+        phrase("batches(…, {name}={theirs}) resumes where it stopped"),
+    ),
+)
+
+
 class EpochPosition(NamedTuple):
     """An epoch, and how many rows of its order have been given out."""
 
@@ -62,42 +91,14 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
             version=state["version"],
             ours=VERSION,
         )
-    if state.get("windows") != here.windows:
-        raise _refused(
-            phrase("the state was saved with other windows"),
-            phrase("sequence_length, stride and dtype: {theirs} in the state, {ours} here"),
-            phrase("pass the sequence_length, stride and dtype that it was saved with"),
-            theirs=state.get("windows"),
-            ours=here.windows,
-        )
-    if state.get("chosen") != here.chosen:
-        raise _refused(
-            phrase("the state was saved with other rows of the data"),
-            phrase("rows: {theirs} in the state, {ours} here"),
-            phrase("pass the rows that it was saved with"),
-            theirs=say("all") if state.get("chosen") is None else state["chosen"],
-            ours=say("all") if here.chosen is None else here.chosen,
-        )
-    for name in ("rows", "digest", "columns"):
-        if not _agree(name, state, here):
-            raise _refused(
-                phrase("the state was saved with other data"),
-                phrase("{name}: {theirs} in the state, {ours} here"),
-                phrase("open the data it was saved with"),
-                name=name,
-                theirs=state[name],
-                ours=getattr(here, name),
-            )
-    for name in ("shuffle", "seed"):
-        if state[name] != getattr(here, name):
-            raise _refused(
-                phrase("the state was saved with another order"),
-                phrase("{name}={theirs} in the state, {name}={ours} here"),
-                phrase("batches(…, {name}={theirs}) resumes where it stopped"),
-                name=name,
-                theirs=state[name],
-                ours=getattr(here, name),
-            )
+    for names, what, why, fix in _DIFFERENCES:
+        for name in names:
+            if not _agree(name, state, here):
+                theirs, ours = (
+                    say("all") if name == "chosen" and value is None else value
+                    for value in (state.get(name), getattr(here, name))
+                )
+                raise _refused(what, why, fix, name=name, theirs=theirs, ours=ours)
     numbers = state["epoch"], state["position"]
     if any(type(one) is not int for one in numbers) or numbers[0] < 0 or not 0 <= numbers[1] <= here.rows:
         raise _refused(
@@ -117,7 +118,7 @@ def _agree(name: str, state: Mapping[str, Any], here: Fingerprint) -> bool:
     hashed = kinds[0] == kinds[1] != ""
     if (name == "digest" and not hashed) or (name == "columns" and hashed):
         return True
-    return bool(state[name] == getattr(here, name))
+    return bool(state.get(name) == getattr(here, name))
 
 
 def _refused(what: str, why: str, fix: str, **values: object) -> UsageError:

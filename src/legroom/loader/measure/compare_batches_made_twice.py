@@ -7,31 +7,30 @@ half, and the rest with another object that continues from the state of the firs
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import subprocess
-import sys
 from itertools import islice
 from typing import Any
 
-from legroom.errors import BatchSizeNeeded, DatasetFailed
 from legroom.loader.dataloader.resume import dataset_state_dict
 from legroom.loader.dataloader.sharing.group_settings import leaves
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Orders, SeededStream
 from legroom.loader.measure.import_dataset import chosen_batch_size, find_dataset, length
+from legroom.loader.measure.measure_dataset_in_child import in_child
 from legroom.messages import say
 
 BATCHES = 4
-_CODE = "from legroom.loader.measure.compare_batches_made_twice import main; main()"
 
 
 def differing_parts(dataset: str, collate: str | None, batch_size: int | None, timeout: float) -> dict[str, Any]:
     """``batches``: how many were made twice; ``differing``: for each of them that differs, the paths of its parts."""
     found = [
-        _made(dataset, collate, batch_size, timeout, seed, backwards) for seed, backwards in (("1", ""), ("2", "1"))
-    ]
+        in_child(
+            dataset, timeout, environment={"PYTHONHASHSEED": seed, "CUDA_VISIBLE_DEVICES": ""}, task="digests",
+            spec=dataset, collate=collate, batch_size=batch_size, backwards=backwards,
+        )
+        for seed, backwards in (("1", False), ("2", True))
+    ]  # fmt: skip
     differing = {}
     for number, one in found[0].items():
         other = found[1].get(number, {})
@@ -40,56 +39,24 @@ def differing_parts(dataset: str, collate: str | None, batch_size: int | None, t
     return {"batches": len(found[0]), "differing": differing}
 
 
-def _made(dataset: str, collate: str | None, batch_size: int | None, timeout: float, seed: str, backwards: str) -> Any:
-    """The digests of all parts of some batches, made in a new process."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _CODE, dataset, collate or "", str(batch_size or ""), backwards],
-            capture_output=True, text=True, timeout=timeout,
-            env={**os.environ, "PYTHONHASHSEED": seed, "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise DatasetFailed(
-            say("the dataset made no {count} batches within {seconds:.0f} s", count=BATCHES, seconds=timeout),
-            fix=(say("give it more time: timeout={seconds:.0f}", seconds=2 * timeout),),
-        ) from None
-    if done.returncode:
-        last = done.stderr.strip().splitlines()
-        raise DatasetFailed(
-            say("the dataset {name} could not be loaded", name=dataset), why=last[-1] if last else str(done.returncode)
-        )
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "error" in answer:
-        raise BatchSizeNeeded(answer["error"]["message"], why=answer["error"]["why"], fix=tuple(answer["error"]["fix"]))
-    return answer
-
-
-def main() -> None:
-    """In the child: print the digests of some batches as one line."""
-    spec, collate, size, backwards = sys.argv[1:5]
-    sys.path.insert(0, os.getcwd())
-    found = find_dataset(spec, collate or None)
+def batches_digests(
+    spec: str, collate: str | None, batch_size: int | None, backwards: bool
+) -> dict[int, dict[str, str]]:
+    """In the child: the digests of all parts of some batches."""
+    found = find_dataset(spec, collate)
     from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
-    try:
-        batch_size = chosen_batch_size(int(size) if size else None, found.settings)
-    except BatchSizeNeeded as problem:
-        sys.stdout.write(json.dumps({"error": problem.as_dict()}) + "\n")
-        return
+    batch_size = chosen_batch_size(batch_size, found.settings)
     collate_fn = found.collate_fn or default_collate
     if isinstance(found.dataset, IterableDataset):
-        made = _stream_batches(found.dataset, collate_fn, batch_size, spec if backwards else None)
-    else:
-        count = length(found.dataset)
-        if count is None:
-            raise TypeError(say("a dataset without a length cannot be shared"))
-        sampler = BatchSampler(RandomSampler(range(count)), batch_size, drop_last=False)
-        own = OwnBatches(found.dataset, True, collate_fn, Orders(sampler, True, 1), lambda *_, **__: None)
-        numbers = range(min(BATCHES, -(-count // batch_size)))
-        made = {}
-        for number in reversed(numbers) if backwards else numbers:
-            made[number] = dict(leaves(own.make_here((0, number))))
-    sys.stdout.write(json.dumps(made) + "\n")
+        return _stream_batches(found.dataset, collate_fn, batch_size, spec if backwards else None)
+    count = length(found.dataset)
+    if count is None:
+        raise TypeError(say("a dataset without a length cannot be shared"))
+    sampler = BatchSampler(RandomSampler(range(count)), batch_size, drop_last=False)
+    own = OwnBatches(found.dataset, True, collate_fn, Orders(sampler, True, 1), lambda *_, **__: None)
+    numbers = range(min(BATCHES, -(-count // batch_size)))
+    return {number: dict(leaves(own.make_here((0, number)))) for number in (numbers[::-1] if backwards else numbers)}
 
 
 def _stream_batches(dataset: Any, collate_fn: Any, batch_size: int, again: str | None) -> dict[int, dict[str, str]]:

@@ -25,9 +25,7 @@ from legroom.messages import say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind
 from legroom.records.workload import Transport
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.processes_and_threads import ExitStatus
 
-_LIMIT_S = 60.0  # until a run in a child counts as failed
 _STEP_S = 1.5
 _MOST_STEPS = 5
 _TRANSPORT_S = 0.35  # for each number of workers
@@ -79,39 +77,6 @@ def run_loader(
             if time.perf_counter() - started > seconds:
                 break
     return batches * settings.batch_size / (time.perf_counter() - started)
-
-
-def run_loader_in_child(dataset: Any, collate_fn: Callable[[Any], Any] | None, settings: CompleteLoaderSettings,
-                        step_seconds: float, loader: Any = None) -> float | str:  # fmt: skip
-    """The same in a forked child, so that its crash is not ours; a string describes a failure."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return run_loader(dataset, collate_fn, settings, step_seconds=step_seconds, loader=loader)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-
-    def work() -> None:
-        try:
-            theirs.send(run_loader(dataset, collate_fn, settings, step_seconds=step_seconds, loader=loader))
-        except Exception as problem:  # any exception of the user's code
-            theirs.send(f"{type(problem).__name__}: {problem}")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # 3.12 on warns of forking with threads; the child uses none of them
-        child = context.Process(target=work)
-        child.start()
-    theirs.close()
-    try:
-        if not ours.poll(_LIMIT_S):
-            return say("no batch within {limit:.0f} s", limit=_LIMIT_S)
-        found: float | str = ours.recv()
-        return found
-    except EOFError:
-        child.join()
-        return say("the process ended: {how}", how=str(ExitStatus.of(child.exitcode or 0)))
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
 
 
 def time_step(

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -43,7 +44,9 @@ _NOT_USERS = (os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__
 _HEADING = "Traceback (most recent call last):"
 _TAIL = 5  # lines of a traceback that show where it came from
 _FILES = ("too many open files", "ancdata")
-_SHM = ("bus error", "shared memory", "no space left on device", "</torch_", "unable to resize file")
+_SHM = ("bus error", "unable to allocate shared memory", "unable to open shared memory object", "</torch_",
+        "unable to resize file")  # fmt: skip
+_NO_SPACE = "no space left on device"
 _RAM = ("signal: killed", "sigkill", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 Note = Callable[..., None]
@@ -463,8 +466,25 @@ def _pool(problem: BaseException | None) -> str | None:
         for pool, marks in (("fds", _FILES), ("shm", _SHM), ("ram", _RAM)):
             if any(mark in text for mark in marks):
                 return pool
+        if _NO_SPACE in text:
+            return "shm" if _is_of_shm(problem) else None
         problem = problem.__cause__ or problem.__context__
     return None
+
+
+def _is_of_shm(problem: BaseException) -> bool:
+    """Whether an error of a full file system is one of /dev/shm, and not of a disk that the dataset writes to.
+
+    It names the file, or none: for a semaphore, or where a program writes to a file that is open.
+    """
+    named = re.search(_NO_SPACE + r": '([^']*)'", str(problem), re.IGNORECASE)
+    path = getattr(problem, "filename", None) or (named and named[1])
+    if path is not None:
+        path = os.fsdecode(path)
+        return path.startswith("/dev/shm/") or (path.startswith("/") and path.count("/") == 1)  # shm_open: "/psm_1"
+    # A worker's error has its traceback in its text.
+    frames = re.findall(r'File "([^"]+)", line', str(problem)) or [_innermost(problem)]
+    return not frames[-1] or "multiprocessing" in frames[-1] or frames[-1].startswith(_NOT_USERS)
 
 
 def _lost(problem: BaseException) -> bool:

@@ -17,8 +17,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,18 @@ from legroom.loader.measure.start_memory_guard import (
     child_environment,
     fork_guarded,
     last_lines,
+    module_command,
     run_guarded,
 )  # fmt: skip
 from legroom.messages import say
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.workload import Measured, Transport
 from legroom.system.atomic_file import replace_file
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration, format_size
 
+_LIMIT_S = 60.0  # until a run of a DataLoader counts as failed
 AS_LOADER = "as-loader"  # the transport of the DataLoader that is named, or Legroom's
 
 
@@ -50,7 +54,6 @@ def measure_dataset(
     *,
     batch_size: int | None = None,
     collate: str | None = None,
-    samples: int = 32,
     timeout: float = 60,
     seconds: float = 2.0,
     transport: str | None = None,
@@ -65,7 +68,7 @@ def measure_dataset(
     for name in (spec, *([collate] if collate else [])):
         split_name(name)
     answer = in_child(
-        spec, timeout, task="measure", spec=spec, collate=collate, batch_size=batch_size, samples=samples,
+        spec, timeout, task="measure", spec=spec, collate=collate, batch_size=batch_size,
         seconds=seconds, transport=transport, method=method,
     )  # fmt: skip
     return measured_from(answer)
@@ -84,22 +87,41 @@ def measure_object(dataset: Any, *, timeout: float, **how: Any) -> Measured | No
     return None if "error" in answer else measured_from(answer["result"])
 
 
-def in_child(name: str, timeout: float, **request: Any) -> dict[str, Any]:
-    """The child's answer to a request about the dataset called ``name``."""
+def run_loader_in_child(dataset: Any, collate_fn: Callable[[Any], Any] | None, settings: CompleteLoaderSettings,
+                        step_seconds: float, loader: Any = None) -> float | str:  # fmt: skip
+    """``run_loader`` of a dataset object in a fork of this process; a string describes a failure.
+
+    A setting that needs more memory than there is ends the fork, not this process. Where memory cannot be watched, it
+    runs here.
+    """
+    run_it = partial(run_loader, dataset, collate_fn, settings, step_seconds=step_seconds, loader=loader)
+    if sys.platform != "linux":
+        return run_it()
+
+    def run(folder: Path) -> GuardedRun:
+        return fork_guarded(lambda: _write_answer(lambda: {"rate": run_it()}, str(folder / "answer")), folder, _LIMIT_S)
+
+    try:
+        answer = _answer(type(dataset).__name__, _LIMIT_S, run)
+    except DatasetFailed as problem:
+        return problem.why
+    if "error" in answer:
+        return str(answer["tail"][-1] if answer["tail"] else answer["error"]["message"])
+    return float(answer["result"]["rate"])
+
+
+def in_child(
+    name: str, timeout: float, *, environment: Mapping[str, str] | None = None, **request: Any
+) -> dict[str, Any]:
+    """The child's answer to a request about the dataset called ``name``; ``environment``: variables to change."""
 
     def run(folder: Path) -> GuardedRun:
         path = folder / "request"
         where = {"loader_file": str(folder / "loader")} if request["task"] == "measure" else {}
         path.write_text(json.dumps({**request, **where}), encoding="utf-8")
-        line = [
-            sys.executable,
-            "-m",
-            "legroom.loader.measure.measure_dataset_in_child",
-            str(path),
-            str(folder / "answer"),
-        ]
+        line = module_command("legroom.loader.measure.measure_dataset_in_child", folder)
         run_it = run_guarded if sys.platform == "linux" else _run_unguarded
-        return run_it(line, folder, timeout)
+        return run_it(line, folder, timeout, environment or {})
 
     answer = _answer(name, timeout, run)
     if "error" in answer:
@@ -130,12 +152,12 @@ def _answer(name: str, timeout: float, run: Callable[[Path], GuardedRun]) -> dic
     return answer
 
 
-def _run_unguarded(line: list[str], folder: Path, timeout: float) -> GuardedRun:
+def _run_unguarded(line: list[str], folder: Path, timeout: float, environment: Mapping[str, str]) -> GuardedRun:
     """On macOS and Windows, where memory cannot be watched."""
     with (folder / "output").open("wb") as sink:
         child = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=child_environment(),
-            start_new_session=hasattr(os, "setsid"),
+            line, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
+            env={**child_environment(), **environment}, start_new_session=hasattr(os, "setsid"),
         )  # fmt: skip
         try:
             status: int | None = child.wait(timeout)
@@ -143,7 +165,7 @@ def _run_unguarded(line: list[str], folder: Path, timeout: float) -> GuardedRun:
             status = None
         finally:
             if hasattr(os, "killpg"):
-                memory_guard_script.end_group(child.pid)
+                memory_guard_script.end_group(child.pid, reaped=child.returncode is not None)
             else:
                 child.kill()
             child.wait()
@@ -170,11 +192,9 @@ def _out_of_memory(name: str, ran: GuardedRun, folder: Path) -> DatasetOutOfMemo
 
 def _raised(name: str, answer: dict[str, Any]) -> LegroomError:
     error = answer["error"]
-    for kind in (MissingKey, MissingPackage):  # nothing was loaded: a name or a package is missing
+    for kind in (MissingKey, MissingPackage, BatchSizeNeeded):  # nothing was loaded: something is missing
         if error["code"] == kind.code:
-            return kind(error["message"], why=error["why"], fix=error["fix"])
-    if answer.get("needs_batch_size"):
-        return BatchSizeNeeded(error["message"], why=error["why"], fix=tuple(error["fix"]))
+            return kind(error["message"], why=error["why"], fix=tuple(error["fix"]))
     if answer.get("at_import"):
         return DatasetFailed(error["message"], why=error["why"], fix=tuple(error["fix"]))
     lines = answer["tail"] or [error["message"], error.get("why")]
@@ -218,8 +238,6 @@ def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
         answer: dict[str, Any] = {"result": work()}
     except CannotImport as problem:
         answer = {"error": problem.error.as_dict(), "at_import": True}
-    except BatchSizeNeeded as problem:
-        answer = {"error": problem.as_dict(), "needs_batch_size": True}
     except LegroomError as problem:
         cause = problem.__cause__
         answer = {"error": problem.as_dict(), "tail": traceback_tail(cause) if cause else []}
@@ -254,7 +272,16 @@ def _run_loader(spec: str, collate: str | None, settings: dict[str, Any], **how:
     return {"rate": rate}
 
 
-_TASKS: dict[str, Callable[..., dict[str, Any]]] = {"measure": _measure, "run_loader": _run_loader}
+def _digests(**how: Any) -> dict[str, Any]:
+    with import_lock:
+        from legroom.loader.measure.compare_batches_made_twice import batches_digests
+
+    return {str(number): parts for number, parts in batches_digests(**how).items()}
+
+
+_TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "measure": _measure, "run_loader": _run_loader, "digests": _digests
+}  # fmt: skip
 
 
 if __name__ == "__main__":

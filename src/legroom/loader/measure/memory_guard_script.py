@@ -16,6 +16,7 @@ import marshal
 import os
 import sys
 import time
+from errno import ENOMEM
 
 TYPE_CHECKING = False  # the typing module takes a megabyte
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class MemoryMeter:
 
     def _read_caches(self) -> None:
         """Reclaimable page cache, and the free memory of the machine: slower to read than a counter."""
-        self._available = _fields("/proc/meminfo", {"MemAvailable:"}, self._available) * 1024 or None
+        self._available = _fields("/proc/meminfo", {"MemAvailable:"}, (self._available or 0) // 1024) * 1024 or None
         own = self._own
         for level in (*self._where["limited"], *((own,) if own else ())):
             self._caches[level["stat"]] = _fields(level["stat"], self._where["reclaimable"], 0)
@@ -238,13 +239,18 @@ def _start(plan: dict[str, Any]) -> int:
                 file.write(b"1000")
         except OSError:
             pass
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        output = os.open(plan["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        for target, source in ((0, nothing), (1, output), (2, output)):
-            os.dup2(source, target)
+        redirect(plan["output"])
         os.execve(plan["command"][0], plan["command"], plan["environment"])
     finally:
         os._exit(127)
+
+
+def redirect(output: str) -> None:
+    """Let this process read nothing, and write its output to a file."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for target, source in ((0, nothing), (1, sink), (2, sink)):
+        os.dup2(source, target)
 
 
 class _Output:
@@ -287,9 +293,18 @@ class _Output:
         except OSError:
             return False
         for pool, mark in self._marks:
-            if mark in text:
+            if mark in text and (pool != "shm" or _is_of_shm(text, mark)):
                 self._pool, self._since = pool, now
         return self._size > before
+
+
+def _is_of_shm(text: bytes, mark: bytes) -> bool:
+    """Whether an error names no file, or one in /dev/shm, such as '/dev/shm/x' or '/psm_x': other disks fill up too."""
+    for rest in text.split(mark)[1:]:
+        name = rest[3:].partition(b"'")[0] if rest.startswith(b": '") else b"/"
+        if name.startswith(b"/dev/shm/") or (name.startswith(b"/") and name.count(b"/") == 1):
+            return True
+    return False
 
 
 def _watch(pid: int, meter: MemoryMeter, output: _Output, timeout: float) -> tuple[int | None, str | None]:
@@ -309,23 +324,25 @@ def _watch(pid: int, meter: MemoryMeter, output: _Output, timeout: float) -> tup
         time.sleep(TICK_S)
 
 
-def kill_without_memory(pid: int) -> None:
-    """End a child that leads a process group, and the group, without reading /proc.
+def kill_without_memory(pid: int, *, reaped: bool = False) -> None:
+    """End a child that leads a process group, and the group, without reading /proc; ``reaped``: the child has ended.
 
     The OOM killer frees no shared memory: that stays until the last process that has it open is gone. SIGTERM ends
     workers, and multiprocessing's resource tracker ignores it.
     """
-    _signal(os.kill, pid)
+    if not reaped:
+        _signal(os.kill, pid)
     _signal(os.killpg, pid, 15)
 
 
-def end_group(pid: int) -> None:
+def end_group(pid: int, *, reaped: bool = False) -> None:
     """End a child that leads a process group, and every process of the group.
 
     multiprocessing's resource tracker ends last and by itself: it unlinks the semaphores of the killed processes, which
     would stay in /dev/shm.
     """
-    _signal(os.kill, pid)
+    if not reaped:
+        _signal(os.kill, pid)
     deadline = time.monotonic() + TRACKER_S
     while (others := _in_group(pid)) and time.monotonic() < deadline:
         for one, tracks in others.items():
@@ -336,7 +353,10 @@ def end_group(pid: int) -> None:
         except ChildProcessError:
             pass
         time.sleep(0.01)
-    _signal(os.kill, pid)  # it may not be the leader of its group yet
+    if reaped and not others and os.path.isdir("/proc"):  # nothing holds the number any more
+        return
+    if not reaped:
+        _signal(os.kill, pid)  # it may not be the leader of its group yet
     _signal(os.killpg, pid)
     deadline = time.monotonic() + REAP_S
     try:
@@ -415,16 +435,21 @@ def run_watched(plan: dict[str, Any], start: Any, beside: int | None = None) -> 
     output = _Output(plan["output"], plan["marks"])
     shm = plan["where"]["shm"]
     earlier = _torch_files(shm)
-    pid = meter.pid = start(plan)
+    try:
+        pid = meter.pid = start(plan)
+    except OSError as problem:  # too little memory for a fork, or too many processes
+        close_files()
+        return not_started(problem, plan["output"])
     status = stopped = None
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     _set_nice(_FIRST)  # after the start: the command keeps the nice value that it has in training
     try:
         status, stopped = _watch(pid, meter, output, plan["timeout"])
     finally:
-        kill_without_memory(pid)  # the OOM killer may have taken the command alone, and its workers go on
+        reaped = status is not None  # then the number may belong to another process soon
+        kill_without_memory(pid, reaped=reaped)  # the OOM killer may have taken the command alone: its workers go on
         meter.wait_released()
-        end_group(pid)
+        end_group(pid, reaped=reaped)
         _set_nice(nice)
     meter.finish()
     _wait_unlinked(shm, earlier)
@@ -437,6 +462,17 @@ def run_watched(plan: dict[str, Any], start: Any, beside: int | None = None) -> 
         "history": meter.history,
         "reported": output.reported(),
     }
+
+
+def not_started(problem: OSError, output: str) -> dict[str, Any]:
+    """The result where no process could be started: out of memory, or the error's words as the command's output."""
+    with open(output, "wb") as file:
+        file.write(f"{problem}\n".encode())
+    short = problem.errno == ENOMEM
+    return {
+        "status": None if short else 1, "stopped": "ram" if short else None, "ram": 0, "shm": 0, "history": [],
+        "reported": None,
+    }  # fmt: skip
 
 
 def main(path: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed
+from legroom.loader.measure.dataloader_trial import run
 from legroom.loader.measure.import_dataset import FoundDataset
 from legroom.loader.measure.measure_dataset_in_child import measured_from
 from legroom.loader.measure.memory_guard_script import RESERVE
@@ -21,24 +22,16 @@ from legroom.loader.measure.start_memory_guard import (
     folder_of_earlier_run,
     fork_guarded,
     last_lines,
+    module_command,
     read_result,
     run_guarded,
 )
 from legroom.messages import say
 from legroom.records.workload import CopiedAttribute, LoaderTrial, Measured
-from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration
 
 _STEADY, _STEADY_BYTES = 0.01, 2 << 20  # growth in half of the batches that counts as none
-
-
-def why_not() -> str | None:
-    """Why no trial can be run, or None."""
-    with import_lock:
-        from importlib.util import find_spec
-
-    return None if find_spec("torch") is not None else say("torch is not installed")
 
 
 def try_named(
@@ -57,7 +50,7 @@ def try_named(
         request.write_text(
             json.dumps({"spec": spec, "collate": collate, "measured": known, **settings}), encoding="utf-8"
         )
-        line = [sys.executable, "-m", "legroom.loader.measure.dataloader_trial", str(request), str(folder / "answer")]
+        line = module_command("legroom.loader.measure.dataloader_trial", folder)
         if leaving:
             fields = None if measured is None else asdict(measured)
             (folder / "measured").write_text(json.dumps({"measured": fields, "own": own}), encoding="utf-8")
@@ -69,9 +62,6 @@ def try_named(
 
 def try_object(found: FoundDataset, *, timeout: float, **settings: Any) -> LoaderTrial:
     """Run the loop over a dataset object, in a fork of this process."""
-    with import_lock:
-        from legroom.loader.measure.dataloader_trial import run
-
     folder = Path(tempfile.mkdtemp(prefix="legroom-"))
 
     def work() -> None:

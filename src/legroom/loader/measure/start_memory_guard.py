@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,20 @@ class GuardedRun:
         return max((peak for at, peak in self.history if at <= moment), default=0)
 
 
-def run_guarded(command: Sequence[str], folder: Path, timeout: float) -> GuardedRun:
+def module_command(name: str, folder: Path) -> list[str]:
+    """The command line of a module of Legroom that reads a request and writes an answer."""
+    return [sys.executable, "-m", name, str(folder / "request"), str(folder / "answer")]
+
+
+def run_guarded(
+    command: Sequence[str], folder: Path, timeout: float, environment: Mapping[str, str] | None = None
+) -> GuardedRun:
     """Run the command, its output in ``folder``; it and all that it started have ended when this returns."""
-    plan = _plan(command, folder, timeout)
+    plan = _plan(command, folder, timeout, environment=environment)
     try:
         subprocess.run([*_GUARD, str(plan)], check=False, stdin=subprocess.DEVNULL)
+    except OSError as problem:
+        return _guarded_run(memory_guard_script.not_started(problem, str(folder / "output")), None)
     finally:
         plan.unlink(missing_ok=True)
     return read_result(folder)
@@ -96,10 +105,7 @@ def fork_guarded(work: Callable[[], None], folder: Path, timeout: float) -> Guar
 
 def _output_to(path: Path) -> None:
     """Redirect all output of this process."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for target, source in ((0, nothing), (1, sink), (2, sink)):
-        os.dup2(source, target)
+    memory_guard_script.redirect(str(path))
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
@@ -138,12 +144,19 @@ def _guarded_run(found: dict[str, Any], kills_before: int | None) -> GuardedRun:
 _GUARD = (sys.executable, "-S", "-E", "-B", str(Path(memory_guard_script.__file__).resolve()))
 
 
-def _plan(command: Sequence[str], folder: Path, timeout: float, again: Sequence[str] = ()) -> Path:
+def _plan(
+    command: Sequence[str],
+    folder: Path,
+    timeout: float,
+    again: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Path:
     with (folder / "kills").open("wb") as file:
         marshal.dump(memory(Host()).events.oom_kills, file)
     path = folder / "plan"
     with path.open("wb") as file:
-        marshal.dump(_content(command, folder, timeout, again), file)
+        content = _content(command, folder, timeout, again)
+        marshal.dump({**content, "environment": {**content["environment"], **(environment or {})}}, file)
     return path
 
 

@@ -7,16 +7,14 @@ arrays, or lists with torch. Arrays and tensors own their memory. Images and tok
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from legroom.errors import UnsupportedData
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import phrase, say
-from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
 
 Format = Literal["arrow", "numpy", "torch", "python"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 # Copies of a batch while it is returned: the last batch, still held by the consumer, the parts it is joined from,
 # the joined one, and the converted one.
@@ -26,12 +24,13 @@ _OBJECT = 56  # bytes of a Python number or short string, and its reference
 
 def converter(form: Format) -> Callable[[Any], Any]:
     """The function that converts a record batch to that format."""
-    check_choice("format", form, FORMATS)
     if form == "torch":
         require("torch", "torch", phrase("batches as tensors"))
-        return lambda batch: {name: _tensor(name, batch.column(name)) for name in batch.schema.names}
+        return lambda batch: {
+            name: _as_tensor(name, _array((name,), batch.column(name))) for name in batch.schema.names
+        }
     if form == "numpy":
-        return lambda batch: {name: _array(name, batch.column(name)) for name in batch.schema.names}
+        return lambda batch: {name: _array((name,), batch.column(name)) for name in batch.schema.names}
     if form == "python":
         return _objects_by_row
     return lambda batch: batch
@@ -52,34 +51,45 @@ def _cells(column: Any) -> int:
     return len(column)
 
 
-def _array(name: str, column: Any) -> Any:
-    """A numpy array; a list of them for rows of differing lengths, a dictionary of them for a struct."""
+def _array(path: tuple[str, ...], column: Any) -> Any:
+    """A numpy array; a list of them for rows of differing lengths, a dictionary of them for a struct.
+
+    ``path``: the names of the column, of its field if it is a struct, and so on.
+    """
     arrow = require("pyarrow", "parquet", phrase("Arrow data"))
     types, kind = arrow.types, column.type
     if types.is_dictionary(kind):
-        return _array(name, column.dictionary_decode())
+        return _array(path, column.dictionary_decode())
     if isinstance(kind, arrow.FixedShapeTensorType):
-        _require_whole(name, column)
+        _require_whole(path, column)
         return _owned(column.to_numpy_ndarray())
     if isinstance(kind, arrow.BaseExtensionType):
-        return _array(name, column.storage)
+        return _array(path, column.storage)
     if types.is_struct(kind):
-        _require_whole(name, column)
+        _require_whole(path, column)
         children = zip(kind, column.flatten(), strict=True)
-        return {field.name: _array(f"{name}.{field.name}", child) for field, child in children}
+        return {field.name: _array((*path, field.name), child) for field, child in children}
     if types.is_fixed_size_list(kind):
-        _require_whole(name, column)
-        inner = _array(name, column.flatten())
-        return inner.reshape(len(column), kind.list_size, *inner.shape[1:])
+        _require_whole(path, column)
+        return _by_row(_array(path, column.flatten()), len(column), kind.list_size)
     if types.is_list(kind) or types.is_large_list(kind):
-        _require_whole(name, column)
-        return [_array(name, row.values) for row in column]
+        _require_whole(path, column)
+        return [_array(path, row.values) for row in column]
     if types.is_floating(kind) or types.is_temporal(kind):
         return _owned(column.to_numpy(zero_copy_only=False))
     if types.is_integer(kind) or types.is_boolean(kind):
-        _require_whole(name, column)
+        _require_whole(path, column)
         return _owned(column.to_numpy(zero_copy_only=False))
-    return _objects(_values(name, column))
+    return _objects(_values(".".join(path), column))
+
+
+def _by_row(inner: Any, rows: int, size: int) -> Any:
+    """Values in one sequence as ``size`` of them for each row."""
+    if isinstance(inner, dict):
+        return {name: _by_row(part, rows, size) for name, part in inner.items()}
+    if isinstance(inner, list):
+        return [inner[row * size : (row + 1) * size] for row in range(rows)]
+    return inner.reshape(rows, size, *inner.shape[1:])
 
 
 def _objects_by_row(batch: Any) -> list[dict[str, Any]]:
@@ -102,12 +112,8 @@ def _values(name: str, column: Any) -> list[Any]:
         raise invalid_text(what, problem, say("or omit it: columns=[…]")) from problem
 
 
-def _tensor(name: str, column: Any) -> Any:
-    """A torch tensor; lists where there is none for the type."""
-    return _as_tensor(name, _array(name, column))
-
-
 def _as_tensor(name: str, value: Any) -> Any:
+    """A torch tensor; lists where there is none for the type."""
     import torch
 
     if isinstance(value, dict):
@@ -139,14 +145,15 @@ def _objects(values: list[Any]) -> Any:
     return found
 
 
-def _require_whole(name: str, column: Any) -> None:
+def _require_whole(path: tuple[str, ...], column: Any) -> None:
     if column.null_count:
         raise UnsupportedData(
-            say("column {name!r} cannot be an array: {nulls} of {rows} rows are null", name=name,
+            say("column {name!r} cannot be an array: {nulls} of {rows} rows are null", name=".".join(path),
                 nulls=column.null_count, rows=len(column)),
             why=say("{kind} has no value for missing data", kind=column.type),
             fix=(
-                say('filter out those rows: filters=pyarrow.compute.field({name!r}).is_valid()', name=name),
+                say("filter out those rows: filters=pyarrow.compute.field({name}).is_valid()",
+                    name=", ".join(map(repr, path))),
                 say("or use format='arrow' and fill them yourself"),
             ),
         )  # fmt: skip

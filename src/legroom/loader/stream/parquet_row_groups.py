@@ -59,10 +59,11 @@ def read_filter(filters: Any, schema: Any, where: SourcePath) -> RowFilter | Non
     return RowFilter(expression, tuple(name for name in schema.names if _needs(expression, nothing, name)))
 
 
-def column_error(name: str, names: Iterable[str], where: SourcePath) -> MissingKey:
+def column_error(name: str, names: Iterable[str], where: SourcePath, fix: str = "") -> MissingKey:
     """The error for a missing column, with the nearest name."""
     found = missing_key(name, names, where)
-    return MissingKey(found.what, why=found.why, fix=(*found.fix[:-1], say("omit columns to read all of them")))
+    fix = fix or say("omit columns to read all of them")
+    return MissingKey(found.what, why=found.why, fix=(*found.fix[:-1], fix))
 
 
 def _expression(filters: Any, schema: Any, where: SourcePath) -> Any:
@@ -76,8 +77,7 @@ def _expression(filters: Any, schema: Any, where: SourcePath) -> Any:
         raise _refused(filters, str(problem), schema) from problem
     for name in named:
         if name not in schema.names:
-            found = missing_key(name, schema.names, where)
-            raise MissingKey(found.what, why=found.why, fix=(*found.fix[:-1], say("filter by a column of the files")))
+            raise column_error(name, schema.names, where, say("filter by a column of the files"))
     try:
         return require("pyarrow.parquet", "parquet", "Parquet").filters_to_expression(filters)
     except Exception as problem:

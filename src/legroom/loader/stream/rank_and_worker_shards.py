@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from legroom.loader.rank_sampler import Uneven
+from legroom.loader.rank_sampler import Uneven, permutation
 from legroom.loader.stream.parquet_row_groups import ParquetSource
 from legroom.loader.stream.shuffle import RowChunk, StreamPosition
 from legroom.loader.stream.stream_files import Catalog, IpcSource, RowGroup
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision
-from legroom.system.lazy_and_optional_imports import import_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,6 @@ def epoch_order(groups: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """The groups in the order in which the epoch reads them."""
     if not shuffle:
         return list(range(groups))
-    with import_lock:
-        from legroom.loader.rank_sampler import permutation
-
     order: list[int] = permutation(groups, seed, epoch).tolist()
     return order
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from legroom.errors import BudgetTooSmall
-from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.loader.rank_sampler import permutation
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,6 @@ def window_order(*key: int) -> Callable[[int, int], Any]:
     def order(window: int, rows: int) -> Any:
         import numpy as np
         import pyarrow
-
-        with import_lock:
-            from legroom.loader.rank_sampler import permutation
 
         seed, epoch = np.random.SeedSequence((*key, window)).generate_state(2, np.uint64).tolist()
         return pyarrow.array(permutation(rows, seed, epoch))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from legroom.errors import BudgetTooSmall, NoLength, UsageError
-from legroom.loader.rank_sampler import UNEVEN, Uneven, process_group, rank_and_world
+from legroom.loader.rank_sampler import Uneven, process_group, rank_and_world
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
 from legroom.loader.stream.parquet_row_groups import leaf_count
 from legroom.loader.stream.rank_and_worker_shards import (
@@ -42,7 +42,7 @@ from legroom.loader.stream.shuffle import (
 from legroom.loader.stream.stream_files import Catalog, Paths, copied, expand, read_catalog
 from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small
 from legroom.messages import phrase, say
-from legroom.system.argument_checks import check_arguments, check_choice, check_integer
+from legroom.system.argument_checks import check_arguments, check_integer
 from legroom.system.lazy_and_optional_imports import require
 from legroom.units import parse_size
 
@@ -147,14 +147,14 @@ def stream(
         drop_last: Drop a batch smaller than ``batch_size``.
         shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
     """
-    check_arguments(stream, locals(), ("columns", "batch_size", "memory", "seed", "format", "rank", "world_size"))
+    check_arguments(stream, locals(), ("columns", "batch_size", "memory", "seed"))
     rank, world_size = rank_and_world(rank, world_size, os.environ, process_group())
     settings = StreamSettings(
-        batch_size=batch_size,
+        batch_size=check_integer("batch_size", batch_size, 1),
         memory=parse_size(memory),
-        shuffle_buffer=shuffle_buffer,
+        shuffle_buffer=check_integer("shuffle_buffer", shuffle_buffer, 0),
         shuffle_groups=bool(shuffle_buffer) if shuffle_groups is None else bool(shuffle_groups),
-        seed=seed,
+        seed=check_integer("seed", seed, 0),
         form=format,
         rank=rank,
         world_size=world_size,
@@ -163,7 +163,7 @@ def stream(
     )
     converter(format)
     if epoch is not None:
-        check_integer("epoch", epoch, 0)
+        epoch = check_integer("epoch", epoch, 0)
     catalog = read_catalog(expand(paths), columns, filters)
     division = _divide_memory(catalog, settings)
     # Ranks of equal length need the number of rows that pass; otherwise rows are divided before filtering.
@@ -217,28 +217,12 @@ class StreamSettings:
     uneven: Uneven
     drop_last: bool
 
-    def __post_init__(self) -> None:
-        check_integer("batch_size", self.batch_size, 1)
-        check_integer("shuffle_buffer", self.shuffle_buffer, 0)
-        check_integer("seed", self.seed, 0)
-        check_choice("uneven", self.uneven, UNEVEN)
-
     def order(self) -> dict[str, Any]:
         """The settings that determine which rows come when: a saved state is valid only if all of them are equal."""
-        found: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "shuffle_buffer": self.shuffle_buffer,
-            "shuffle_groups": self.shuffle_groups,
-            "seed": self.seed,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "uneven": self.uneven,
-            "drop_last": self.drop_last,
-        }
-        if self.shuffle_buffer:
-            # A shuffle buffer that is full in bytes before it is full in rows depends on the memory limit.
-            found |= {"memory": self.memory, "format": self.form}
-        return found
+        found = asdict(self)
+        limits = {"memory": found.pop("memory"), "format": found.pop("form")}
+        # A shuffle buffer that is full in bytes before it is full in rows depends on the memory limit.
+        return found | limits if self.shuffle_buffer else found
 
 
 THREADS_FROM = 128 << 20  # below, the memory of decoding threads would be too much of the limit
@@ -296,7 +280,7 @@ class Stream:
         """Use the order of that epoch for every loop from now on."""
         self._epoch = check_integer("epoch", epoch, 0)
         self._current = None
-        if self._resume is not None and self._resume.epoch != epoch:
+        if self._resume is not None and self._resume.epoch != self._epoch:
             self._resume = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -347,7 +331,7 @@ class Stream:
         # Workers decode in parallel already. Their batches are pickled, and a slice pickles the whole batch behind it.
         threads = alone and settings.memory >= THREADS_FROM
         as_is = settings.form == "arrow" and alone
-        convert = copied if settings.form == "arrow" else self._converted
+        convert = copied if settings.form == "arrow" else partial(self._converted, converter(settings.form))
         reader = ShardReader(
             self.catalog, self.catalog.read_columns, self.memory_division, settings.batch_size, threads=threads
         )
@@ -365,10 +349,10 @@ class Stream:
         finally:
             reader.close()
 
-    def _converted(self, batch: Any) -> Any:
+    def _converted(self, convert: Callable[[Any], Any], batch: Any) -> Any:
         if self.settings.form == "python" and (size := object_bytes(batch)) > self.memory_division.batch:
             raise self._too_large(batch.num_rows, size)
-        return converter(self.settings.form)(batch)
+        return convert(batch)
 
     def _chunks(self, reader: ShardReader, loop: _LoopState) -> Iterator[RowChunk]:
         """The shard's rows from that position on, in the order in which they are returned."""

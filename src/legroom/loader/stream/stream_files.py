@@ -261,7 +261,7 @@ def expand(paths: Paths) -> list[SourcePath]:
         if not isinstance(one, (str, os.PathLike)):
             raise not_a_path(one)
         check_path(say("the path"), one)
-        text = os.fspath(one)
+        text = os.path.expanduser(os.fspath(one))
         local = local_path(text) if is_url(text) else text
         for path in source_paths(text) if local is None else _files(local):
             found[path] = None

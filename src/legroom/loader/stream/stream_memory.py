@@ -8,7 +8,7 @@ pool returned as described at ``DecodeSteps`` (docs/evidence/parquet-memory.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from legroom.errors import BudgetTooSmall
@@ -73,18 +73,12 @@ def _divided(memory: int, demand: StreamDemand) -> MemoryDivision | None:
 
 def least_memory(demand: StreamDemand, decode: int = 0) -> int:
     """The smallest limit, in whole megabytes, that leaves ``decode`` bytes for decoding."""
-    low, high = 0, 1
-    while not _enough(high, demand, decode):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _enough(middle, demand, decode) else (middle, high)
-    return high << 20
 
+    def enough(megabytes: int) -> bool:
+        division = _divided(megabytes << 20, demand)
+        return division is not None and division.decode >= decode
 
-def _enough(megabytes: int, demand: StreamDemand, decode: int) -> bool:
-    division = _divided(megabytes << 20, demand)
-    return division is not None and division.decode >= decode
+    return bisect_left(range(1 << 40), True, key=enough) << 20
 
 
 def too_small(memory: int, demand: StreamDemand) -> BudgetTooSmall:
@@ -163,15 +157,10 @@ class DecodeSteps:
                 self._limit = max(self._limit, (resident() or 0) + self._memory // 4)
 
 
-def resident(read: Callable[[str], bytes] | None = None) -> int | None:
+def resident() -> int | None:
     """Resident bytes of this process; None where they cannot be read."""
     try:
-        text = (read or _contents)("/proc/self/statm")
-        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
-
-
-def _contents(path: str) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.read()

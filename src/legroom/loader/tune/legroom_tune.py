@@ -16,11 +16,11 @@ from legroom.advice.choose_settings import preset as named_preset
 from legroom.advice.explain_settings import changes, settle
 from legroom.advice.fit_on_machine import per_rank
 from legroom.errors import DatasetFailed, UsageError
-from legroom.loader.measure.dataloader_throughput import run_loader_in_child, time_step
+from legroom.loader.measure.dataloader_throughput import time_step
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
 from legroom.loader.measure.load_timed_samples import unchanged_random_state
-from legroom.loader.measure.measure_dataset_in_child import AS_LOADER, in_child, measure_dataset
+from legroom.loader.measure.measure_dataset_in_child import AS_LOADER, in_child, measure_dataset, run_loader_in_child
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.remembered_settings import key_of, last_settings, named_key, remember
 from legroom.messages import say

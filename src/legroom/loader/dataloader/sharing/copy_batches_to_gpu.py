@@ -20,7 +20,7 @@ from legroom.errors import UsageError
 from legroom.gpu.cuda_driver_api import READ_WRITE, CudaRefused, DriverApi
 from legroom.loader.dataloader.pin_memory import map_batch
 from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
-from legroom.loader.shared_gpu_memory import Allocator, SharedCopy, share
+from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import say
 from legroom.units import format_size
 
@@ -34,7 +34,7 @@ class RingGpu(Protocol):
     """One GPU; tests have one in RAM."""
 
     name: str
-    api: Allocator
+    api: DriverApi
 
     def why_no_ring(self) -> str | None:
         """Why GPU memory cannot be shared, or None."""
@@ -277,7 +277,7 @@ def gpu_of(device: object) -> RingGpu:
 class CudaGpu:
     """A CUDA device, with a stream of its own for the copies."""
 
-    api: Allocator
+    api: DriverApi
 
     def __init__(self, device: torch.device) -> None:
         import torch
