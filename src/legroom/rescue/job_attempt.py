@@ -72,12 +72,21 @@ class RunOptions:
     @property
     def folders(self) -> list[str]:
         """Directories the job is known to write to: that of its checkpoints."""
-        if self.checkpoint is None:
+        pattern = os.path.expanduser(self.checkpoint or "")
+        if not pattern or (working_directory() is None and not os.path.isabs(pattern)):
             return []
-        folder = os.path.dirname(os.path.abspath(os.path.expanduser(self.checkpoint)))
+        folder = os.path.dirname(os.path.abspath(pattern))
         while "*" in folder or not os.path.isdir(folder):
             folder = os.path.dirname(folder)
         return [folder]
+
+
+def working_directory() -> str | None:
+    """The working directory; None if it was removed. A job may not need it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 @dataclass
@@ -94,7 +103,8 @@ class EvidenceCollector:
 
     def __post_init__(self) -> None:
         temporary = self.host.env.get("TMPDIR", "/tmp")
-        self.disks = DiskLevels(self.host, (*self.folders, os.getcwd(), temporary), lambda: self.sampler.present)
+        here = filter(None, (working_directory(),))
+        self.disks = DiskLevels(self.host, (*self.folders, *here, temporary), lambda: self.sampler.present)
 
     def begin(self) -> None:
         """Read counters and log positions before the start."""
@@ -197,6 +207,7 @@ class RunningAttempt:
     held_shm: int | None = None  # bytes held by the job at the last stall check
     shm_files: JobShmFiles = field(init=False)  # since the job was started
     _child: JobProcess | None = None
+    _early: list[int] = field(default_factory=list)  # signals that arrived before it was started
     _output: JobOutput = field(default_factory=JobOutput)
     _deadline: float | None = None
     _typed: bool = False  # we were the terminal's foreground group when that signal arrived
@@ -218,6 +229,8 @@ class RunningAttempt:
                 child = self._child = JobProcess.start(
                     command, environment, streams, self.cgroup, raise_descriptors=raise_descriptors
                 )
+                for number in self._early:
+                    child.signal(number)
                 self._had_terminal = child.foreground is not None
                 self._output.start()
                 if self._output.reason is not None:
@@ -347,6 +360,8 @@ class RunningAttempt:
                 self._deadline = time.monotonic() + self.options.grace
         if self._child is not None:
             self._child.signal(number)
+        else:
+            self._early.append(number)
 
 
 def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:

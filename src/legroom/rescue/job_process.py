@@ -131,7 +131,7 @@ class JobProcess:
         try:
             pid, status = os.waitpid(self.process.pid, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:  # another thread waited for it
-            return ExitStatus(status=self.process.returncode or 0)
+            return ExitStatus.of(1 if self.process.returncode is None else self.process.returncode)
         if pid == 0:
             return None
         if os.WIFSTOPPED(status):
@@ -150,7 +150,9 @@ class JobProcess:
         self.signal_group(signal.SIGCONT)
 
     def signal(self, number: int) -> None:
-        """Forward a signal to the process itself."""
+        """Forward a signal to the process itself; its ID may be another's once it has been waited for."""
+        if self.process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             self.process.send_signal(number) if not _POSIX else os.kill(self.process.pid, number)
 

@@ -61,10 +61,14 @@ def signal_name(number: int) -> str:
 
 @contextmanager
 def handling_signals(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle these signals in the block, and as before after it. Does nothing outside the main thread."""
+    """Handle these signals in the block, and as before after it. Does nothing outside the main thread.
+
+    A signal that is ignored stays ignored, here and in processes that are started: nohup and a script's ``&`` ask so.
+    """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, handler) for number in numbers}
+        heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:
