@@ -119,30 +119,21 @@ class EvidenceCollector:
         self.log.close()
 
     def evidence(
-        self,
-        ending: ExitStatus,
-        log: LogFacts,
-        shm_at_end: Level | None,
-        *,
-        asked_to_stop: int | None = None,
-        stalled_on: str | None = None,
-        held_shm: int | None = None,
-        keyboard: bool = False,
+        self, ending: ExitStatus, log: LogFacts, shm_at_end: Level | None, *, unwritable: OSError | None = None
     ) -> Evidence:
-        """Collect everything after the end."""
+        """Collect everything after the end; ``unwritable`` is why output of the job could not be written."""
         seen = self.sampler
         pids = seen.victims.job_pids | (reported_killed(log) - seen.victims.other_pids)
         unknown = [reason for reason in (self.cgroup.reason, self.log.reason, self.disks.reason) if reason]
         kernel = self.log.kills(pids, self._group())
+        written_to = () if unwritable is None or unwritable.filename is None else (unwritable.filename,)
         killers = list(self.log.killers(pids, self.since))
         if (oomd := self.cgroup.killed_by_oomd()) is not None and self.cgroup.own:
             killers.append(oomd)
         return Evidence(
             ending=ending,
-            asked_to_stop=asked_to_stop,
-            stalled_on=stalled_on,
-            held_shm=held_shm,
             log=log,
+            unwritable=None if unwritable is None else unwritable.errno,
             elsewhere=seen.victims.client,
             oom=self._count(kernel),
             kernel=kernel,
@@ -152,8 +143,7 @@ class EvidenceCollector:
             ram_peak=seen.ram_peak(),
             ram_unseen=seconds_unread(seen.history, "ram"),
             shm_at_end=shm_at_end,
-            keyboard=keyboard,
-            disks=self.disks.finish(named=named_paths(log)),
+            disks=self.disks.finish(named=(*named_paths(log), *written_to)),
             full_before=dict(self.disks.full_before),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),
@@ -243,8 +233,11 @@ class RunningAttempt:
                 fine = ending.success and self.stalled_on is None
                 if not fine:
                     child.kill_all()  # leftovers would hold memory, ports and files that the next attempt needs
+                child.close()  # a reader may be a pager that needs the terminal
                 self._output.finish(_DRAIN)
-                child.close()
+            if (problem := self._output.error) is not None:
+                where = say("the command's output") if problem.filename is None else problem.filename
+                self._print(say("cannot write {path}: {why}", path=where, why=problem.strerror))
             verdict: Verdict | None = None
             notes: list[str] = []
             if not fine or sampler.kills():
@@ -331,10 +324,8 @@ class RunningAttempt:
         self, collector: EvidenceCollector, ending: ExitStatus, shm_at_end: Level | None
     ) -> tuple[Verdict, Evidence]:
         log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
-        evidence = collector.evidence(
-            ending,
-            log,
-            shm_at_end,
+        evidence = replace(
+            collector.evidence(ending, log, shm_at_end, unwritable=self._output.error),
             asked_to_stop=self.stop_signal,
             stalled_on=self.stalled_on,
             held_shm=self.held_shm,
@@ -358,6 +349,9 @@ class RunningAttempt:
                 self.stop_signal, self._typed = number, in_foreground()
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.options.grace
+            running = self._child is None or self._child.process.returncode is None
+            until = time.monotonic() + (self.options.grace if running else 0.0)
+            self._output.give_up_at = min(until, self._output.give_up_at)
         if self._child is not None:
             self._child.signal(number)
         else:

@@ -2,7 +2,8 @@
 
 Output goes through a pipe, or through a pseudo-terminal where ours is a terminal, so that progress bars work. Both
 streams share one channel where both go to the same file, so that their order stays. Bytes are passed on unchanged and
-the end is kept. When our reader closes its end, the channel is closed and the job gets SIGPIPE, as it would without us.
+the end is kept. When our reader closes its end, or the output cannot be written, the channel is closed: the job gets
+SIGPIPE or EPIPE, and fails as it would without us.
 
 Injection (`--loader legroom`, `--gpu-limit`, `legroom leak`) puts inject/sitecustomize.py on the job's PYTHONPATH. It
 misses children that are not Python or run with -S, -I or -E.
@@ -11,6 +12,7 @@ misses children that are not Python or run with -S, -I or -E.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -242,6 +244,8 @@ class _Channel:
     within_line: bool = False  # the last output did not end with a newline, as with a progress bar
     thread: threading.Thread | None = None  # None: forwarded by `JobOutput.forward`
     closed: bool = False
+    taken: int = 0  # bytes read from the job
+    passed: int = 0  # and of them written to the target
 
 
 @dataclass
@@ -254,8 +258,10 @@ class JobOutput:
     stdout: int = 1  # where the output goes
     stderr: int = 2
     tail: LogTail = field(default_factory=LogTail)
-    count: int = 0  # bytes passed on
+    count: int = 0  # bytes read from the job
     reason: str | None = None  # why a stream has no thread
+    error: OSError | None = None  # why output could not be written; the filename is known for a file
+    give_up_at: float = float("inf")  # when a reader that takes nothing is no longer waited for
     _channels: list[_Channel] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -295,29 +301,17 @@ class JobOutput:
             readable, writable, _ = select.select(sources, [channel.target for channel in full], [], left)
             full = [channel for channel in full if channel.target not in writable]
             for channel in ready:
-                if channel.source in readable and not self._forward_once(channel):
+                if channel.source not in readable:
+                    continue
+                if select.select([], [channel.target], [], 0)[1]:
+                    self._pass(channel, select.PIPE_BUF)  # as much as a writable pipe takes without blocking
+                else:
                     full.append(channel)
             if pidfd in readable:
                 return
 
     def _without_thread(self) -> list[_Channel]:
         return [channel for channel in self._channels if channel.thread is None and not channel.closed]
-
-    def _forward_once(self, channel: _Channel) -> bool:
-        """Forward what is there; False if the target does not take it now."""
-        if not select.select([], [channel.target], [], 0)[1]:
-            return False
-        try:
-            data = _read(channel.source, select.PIPE_BUF)  # as much as a writable pipe takes without blocking
-            if data:
-                self._pass(channel, data)
-                return True
-        except OSError:
-            pass  # our reader closed its end
-        channel.closed = True
-        with contextlib.suppress(OSError):
-            os.close(channel.source)
-        return True
 
     def abandon(self) -> None:
         """Close everything: the job did not start."""
@@ -327,13 +321,23 @@ class JobOutput:
         self._channels.clear()
 
     def finish(self, within: float) -> None:
-        """Wait until all output is forwarded, at most that long: a leftover process may hold the other end."""
+        """Wait until the job's output is forwarded, however long the reader takes; until ``give_up_at`` at most.
+
+        A leftover process may hold the other end, and write to it: its output is forwarded only so many seconds longer.
+        """
         deadline = time.monotonic() + within
-        for channel in self._channels:
-            if channel.thread is not None:
-                channel.thread.join(max(0.0, deadline - time.monotonic()))
-        while self._without_thread() and time.monotonic() < deadline:
-            self.forward(_STEP, None)
+        with self._lock:
+            there = [(one, one.taken + _readable(one.source)) for one in self._channels if not one.closed]
+        while True:
+            now = time.monotonic()
+            limit = deadline if now < deadline else self.give_up_at
+            left = [one for one, all_of_it in there if not one.closed and (now < deadline or one.passed < all_of_it)]
+            if not left or now >= limit:
+                return
+            if left[0].thread is not None:
+                left[0].thread.join(_STEP)
+            else:
+                self.forward(_STEP, None)
 
     def begin_line(self, target: int = 2) -> None:
         """End the job's unfinished line, if it and ``target`` go to the same file.
@@ -364,26 +368,60 @@ class JobOutput:
         return channel
 
     def _pump(self, channel: _Channel) -> None:
-        try:
-            while data := _read(channel.source):
-                self._pass(channel, data)
-        except OSError:
-            pass  # our reader closed its end
-        finally:
+        while not channel.closed:
+            select.select([channel.source], [], [])
+            self._pass(channel)
+
+    def _pass(self, channel: _Channel, most: int = _CHUNK) -> None:
+        """Pass on what is there; close the channel at its end, and where its target cannot be written."""
+        with self._lock:
+            data = _read(channel.source, most)
+            self.tail.feed(data)
+            self.count += len(data)
+            channel.taken += len(data)
+        view, problem = memoryview(data), None
+        while view and problem is None:
+            try:
+                size = os.write(channel.target, view)
+                view = view[size:]
+                channel.passed += size
+            except BlockingIOError:  # a program that shares it has made it non-blocking
+                select.select([], [channel.target], [])
+            except OSError as refused:
+                problem = refused
+        if data and problem is None:
+            channel.within_line = not data.endswith(b"\n")
+            return
+        reader_went = (errno.EPIPE, errno.ECONNRESET)
+        if problem is not None and problem.errno not in reader_went:
+            self.error = OSError(problem.errno, problem.strerror, _file_of(channel.target))
+        with self._lock:
+            channel.closed = True
             with contextlib.suppress(OSError):
                 os.close(channel.source)
 
-    def _pass(self, channel: _Channel, data: bytes) -> None:
-        with self._lock:
-            self.tail.feed(data)
-            self.count += len(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(channel.target, view) :]
-        channel.within_line = not data.endswith(b"\n")
+
+def _readable(source: int) -> int:
+    """Bytes that can be read without waiting."""
+    import fcntl
+    import termios
+
+    size = bytearray(4)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(source, termios.FIONREAD, size)
+    return int.from_bytes(size, sys.byteorder)
 
 
-def _read(source: int, most: int = _CHUNK) -> bytes:
+def _file_of(descriptor: int) -> str | None:
+    """The path of an open file; None for a pipe, a socket or a terminal, and where it is unknown."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return None
+    return path if path.startswith("/") and not path.startswith("/dev/") else None
+
+
+def _read(source: int, most: int) -> bytes:
     try:
         return os.read(source, most)
     except OSError:  # EIO: the other side of a pseudo-terminal was closed

@@ -45,6 +45,7 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_log.gpu_library,
     verdict_from_log.gpu_refused,
     verdict_from_log.bus,
+    verdict_from_log.output,
     verdict_from_exit.swapping,
     verdict_from_exit.ended_by,
     verdict_from_exit.worker_killed,

@@ -6,6 +6,8 @@ GPU memory, pinned memory, file descriptors, sockets, /dev/shm, disk, failed hos
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 from legroom.messages import listed, say
@@ -295,6 +297,17 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if _in_traceback(evidence, sign) or not _ALONE.search(sign.line):
         return RuleResult("disk-full", 0.75, tuple(lines), likely=("disk-full", "shm-full"))
     return unknown(tuple(lines), "disk-full", "shm-full")
+
+
+def output(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """The job's output could not be written, which closed its stdout or stderr."""
+    number = evidence.unwritable
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    full = full_disks(evidence)
+    written = say("cannot write {path}: {why}", path=say("the command's output"), why=os.strerror(number))
+    lines = (written, *(level_line(path, one) for path, one in full.items()), exit_line(evidence.ending))
+    return RuleResult("disk-full", 0.95, lines)
 
 
 def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
