@@ -105,11 +105,11 @@ def client_name(words: Sequence[str]) -> str | None:
 
 def is_ending(host: Host, pid: int) -> bool:
     """Whether it is exiting: in no cgroup any more, and not yet a zombie."""
-    fields = _after_name(host, pid)
+    fields = stat_fields(host, pid)
     return len(fields) > _FLAGS and fields[_FLAGS].isdecimal() and bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
-def _after_name(host: Host, pid: int) -> list[str]:
+def stat_fields(host: Host, pid: int) -> list[str]:
     """The fields of its stat file from the state on."""
     # The name in brackets may contain spaces and brackets: count from the last bracket.
     return (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
@@ -117,7 +117,7 @@ def _after_name(host: Host, pid: int) -> list[str]:
 
 def started_at(host: Host, pid: int) -> float | None:
     """When that process started, as Unix time; None if it cannot be read."""
-    fields = _after_name(host, pid)
+    fields = stat_fields(host, pid)
     booted = host.table("/proc/stat").get("btime")
     if len(fields) < 20 or not fields[19].isdecimal() or booted is None:
         return None

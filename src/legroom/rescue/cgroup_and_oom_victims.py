@@ -19,7 +19,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from pathlib import Path
 from legroom.messages import phrase, say
 from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import arguments, client_name, command_text, is_ending
+from legroom.probe.process_and_limits import arguments, client_name, command_text, is_ending, stat_fields
 from legroom.records.failure import LogFacts, Role, Victim
 from legroom.rescue.find_failures_in_log import OOM_KILL
 
@@ -121,12 +120,6 @@ class JobCgroup:
     def pids(self) -> list[int]:
         """The job's processes, if the group is its own."""
         return sorted(self.members() or ()) if self.own else []
-
-    def kill(self) -> None:
-        """Kill every process in the job's own group."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Remove the group. Processes that outlive the job are moved to our group, not killed."""
@@ -403,15 +396,15 @@ class OomVictims:
         return gone
 
     def _add(self, pid: int, *, ours: bool = False) -> _SeenProcess | None:
-        name, _, rest = (self.host.text(f"/proc/{pid}/stat") or "").rpartition(")")
-        fields = rest.split()
+        fields = stat_fields(self.host, pid)
         if len(fields) < 3:
             return None
         parent, group = int(fields[1]), int(fields[2])
         above = self._known.get(parent)
         mine = ours or self.cgroup.own or pid == self.root or (above is not None and above.ours)
         mine = mine or (self.root is not None and group == self.root)
-        seen = self._known[pid] = _SeenProcess(pid, parent, mine, name.partition("(")[2])
+        name = (self.host.text(f"/proc/{pid}/comm") or "").strip()
+        seen = self._known[pid] = _SeenProcess(pid, parent, mine, name)
         self._keep(seen)
         return seen
 

@@ -200,6 +200,7 @@ class RunningAttempt:
     _early: list[int] = field(default_factory=list)  # signals that arrived before it was started
     _output: JobOutput = field(default_factory=JobOutput)
     _deadline: float | None = None
+    _unread: bool = False  # reading the job's resources failed
     _typed: bool = False  # we were the terminal's foreground group when that signal arrived
     _had_terminal: bool = False  # the job was the terminal's foreground group
 
@@ -213,8 +214,8 @@ class RunningAttempt:
         self.shm_files = sampler.shm_files
         alarms = JobAlarms(sampler)
         collector = EvidenceCollector(self.host, self.cgroup, sampler, self.options.folders)
-        collector.begin()
         try:
+            collector.begin()
             with handling_signals(_PASSED_ON, self._pass_on):
                 child = self._child = JobProcess.start(
                     command, environment, streams, self.cgroup, raise_descriptors=raise_descriptors
@@ -232,8 +233,10 @@ class RunningAttempt:
                 ending, shm_at_end = self._wait(child, sampler, alarms)
                 fine = ending.success and self.stalled_on is None
                 if not fine:
-                    child.kill_all()  # leftovers would hold memory, ports and files that the next attempt needs
-                child.close()  # a reader may be a pager that needs the terminal
+                    child.kill_all(
+                        self.host
+                    )  # leftovers would hold memory, ports and files that the next attempt needs
+                child.close(self.host)  # a reader may be a pager that needs the terminal
                 self._output.finish(_DRAIN)
             if (problem := self._output.error) is not None:
                 where = say("the command's output") if problem.filename is None else problem.filename
@@ -246,9 +249,12 @@ class RunningAttempt:
                     verdict, notes = None, oom_lines(evidence)  # an OOM kill that may not have been the job's
                     for line in notes:
                         self._print(line)
-        except OSError:
+        except BaseException:
             if self._child is None:
                 self._output.abandon()
+            elif self._child.process.returncode is None:  # nobody would read its output
+                self._child.kill_all(self.host)
+                self._child.close(self.host)
             raise
         finally:
             collector.close()
@@ -283,19 +289,31 @@ class RunningAttempt:
             ending = child.wait(sampler.pause, self._output)
             if ending is not None:
                 return ending, sampler.sample_at_end()
-            reading = sampler.sample()
-            if reading is not None:
-                for alarm in alarms.update(reading):
-                    self._print(f"{alarm.level} {alarm.code}: {alarm.message}")
+            try:
+                self._sample(child, sampler, alarms)
+            except OSError as problem:  # no descriptor is left, for example: the job goes on
+                if not self._unread:
+                    self._print(say("the job's resources are not read: {why}", why=problem.strerror or problem))
+                self._unread = True
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
-                child.kill_all()
+                child.kill_all(self.host)
                 self._deadline = None
             if now >= stall_at and self.stalled_on is None and self.stop_signal is None:
                 stall_at = now + _STALL_EVERY
                 cpu = cpu_seconds(self.host, child.pids(self.host))
                 if stall.stalled(now, cpu, self._output.count) and self._hangs(child, sampler):
                     self._stop_stalled(child, stall)
+
+    def _sample(self, child: JobProcess, sampler: JobSampler, alarms: JobAlarms) -> None:
+        reading = sampler.sample()
+        if reading is None:
+            return
+        child.reap(self.host)
+        if self._output.resize():  # the terminal's own SIGWINCH came before the job could see its new size
+            child.signal_group(signal.SIGWINCH)
+        for alarm in alarms.update(reading):
+            self._print(f"{alarm.level} {alarm.code}: {alarm.message}")
 
     def _hangs(self, child: JobProcess, sampler: JobSampler) -> bool:
         pids = child.pids(self.host)
@@ -352,10 +370,12 @@ class RunningAttempt:
             running = self._child is None or self._child.process.returncode is None
             until = time.monotonic() + (self.options.grace if running else 0.0)
             self._output.give_up_at = min(until, self._output.give_up_at)
-        if self._child is not None:
-            self._child.signal(number)
-        else:
+        if self._child is None:
             self._early.append(number)
+        elif signal_name(number) == "SIGCONT":
+            self._child.resume()
+        else:
+            self._child.signal(number)
 
 
 def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import stat_fields
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.find_failures_in_log import LogTail
 from legroom.system.processes_and_threads import ExitStatus, legroom_disabled, start_daemon_thread, why_no_thread
@@ -87,7 +88,9 @@ class JobProcess:
     process: subprocess.Popen[bytes]
     cgroup: JobCgroup
     pidfd: int | None = None
-    foreground: int | None = None  # the terminal whose foreground group it is
+    others: frozenset[int] = frozenset()  # children of ours that are not the job's
+    foreground: int | None = None  # the terminal that it was given
+    handed_over: bool = False  # it is that terminal's foreground group
 
     @classmethod
     def start(
@@ -105,10 +108,11 @@ class JobProcess:
         if _POSIX and (moves or raise_descriptors):
             script = (_MOVE if moves else "") + (_RAISE if raise_descriptors else "") + _BECOME
             words = ["/bin/sh", "-c", script, f"{cgroup.path}/cgroup.procs", *words]
+        others = frozenset(_children(Host(), os.getpid()))
         process = subprocess.Popen(
             words, env=dict(environment), stdout=streams[0], stderr=streams[1], process_group=0 if _POSIX else None
         )
-        child = cls(process, cgroup)
+        child = cls(process, cgroup, others=others)
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 child.pidfd = os.pidfd_open(process.pid)
@@ -143,12 +147,22 @@ class JobProcess:
         return ExitStatus.of(self.process.returncode)
 
     def _stopped(self, number: int) -> None:
-        """After Ctrl-Z, stop as well, as the shell expects, and continue together."""
+        """After Ctrl-Z, stop our process group as well, as the shell expects, and continue together."""
         if self.foreground is None or number not in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
             return
-        _set_foreground(self.foreground, os.getpgrp())
-        os.kill(os.getpid(), signal.SIGSTOP)
-        _set_foreground(self.foreground, self.process.pid)
+        if number == signal.SIGTSTP or not self.handed_over:  # else it used the terminal before it was given to it
+            self._take_back()
+            os.killpg(os.getpgrp(), number)  # has no effect where nobody could continue us
+        else:
+            _set_foreground(self.foreground, self.process.pid)
+        self.resume()
+
+    def resume(self) -> None:
+        """Continue it, in the foreground if we are: after fg, not after bg."""
+        if self.process.returncode is not None:
+            return
+        if self.foreground is not None and not self.handed_over:
+            self._hand_over_terminal()
         self.signal_group(signal.SIGCONT)
 
     def signal(self, number: int) -> None:
@@ -163,23 +177,31 @@ class JobProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
             os.killpg(self.process.pid, number)
 
-    def kill_all(self) -> None:
-        """Kill all of its processes and wait until they are gone."""
+    def kill_all(self, host: Host) -> None:
+        """Kill all of its processes, those in other sessions included, and wait until they are gone."""
         if not _POSIX:
             self.process.kill()
             return
         deadline = time.monotonic() + _GONE_WITHIN
         self.signal_group(signal.SIGKILL)
-        self.cgroup.kill()
-        while self.cgroup.pids() and time.monotonic() < deadline:
+        while [pid for pid in self.pids(host) if _kill(host, pid)] and time.monotonic() < deadline:
             time.sleep(0.02)
-            self.cgroup.kill()
+            self.reap(host)
 
-    def close(self) -> None:
+    def reap(self, host: Host) -> None:
+        """Wait for processes of the job that have ended and whose parent has not: they became our children."""
+        for pid in self._adopted(host):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def close(self, host: Host) -> None:
         """Take the terminal back and close the pidfd."""
-        if self.foreground is not None:
-            _set_foreground(self.foreground, os.getpgrp())
-            self.foreground = None
+        self.reap(host)
+        had_terminal = self.handed_over
+        self._take_back()
+        self.foreground = None
+        if had_terminal:
+            os.killpg(os.getpgrp(), signal.SIGCONT)  # a pager beside us may have stopped for want of the terminal
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -188,14 +210,15 @@ class JobProcess:
         """The process IDs of the job and its descendants."""
         if self.cgroup.own:
             return self.cgroup.pids()
-        found, at = [self.process.pid], 0
-        while at < len(found):
-            pid = found[at]
-            for thread in host.names(f"/proc/{pid}/task"):
-                text = host.text(f"/proc/{pid}/task/{thread}/children") or ""
-                found += [int(word) for word in text.split() if int(word) not in found]
-            at += 1
+        found = [self.process.pid] if self.process.returncode is None else []
+        found += self._adopted(host)
+        for pid in found:  # grows during the loop
+            found += [child for child in _children(host, pid) if child not in found]
         return found
+
+    def _adopted(self, host: Host) -> list[int]:
+        """Our children whose parent in the job has ended."""
+        return [pid for pid in _children(host, os.getpid()) if pid not in self.others and pid != self.process.pid]
 
     def _hand_over_terminal(self) -> None:
         """Make it the terminal's foreground group, if ours was, so that it reads the keyboard and gets Ctrl-C."""
@@ -204,7 +227,28 @@ class JobProcess:
         with contextlib.suppress(OSError):
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 _set_foreground(0, self.process.pid)
-                self.foreground = 0
+                self.foreground, self.handed_over = 0, True
+
+    def _take_back(self) -> None:
+        if self.foreground is not None and self.handed_over:
+            _set_foreground(self.foreground, os.getpgrp())
+            self.handed_over = False
+
+
+def _children(host: Host, pid: int) -> list[int]:
+    texts = (host.text(f"/proc/{pid}/task/{thread}/children") for thread in host.names(f"/proc/{pid}/task"))
+    return [int(word) for text in texts if text for word in text.split()]
+
+
+def _kill(host: Host, pid: int) -> bool:
+    """Kill it; False if it has ended, or must not be killed."""
+    if stat_fields(host, pid)[:1] in ([], ["Z"], ["X"]):
+        return False
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def in_foreground() -> bool:
@@ -351,11 +395,10 @@ class JobOutput:
                     with contextlib.suppress(OSError):
                         os.write(target, b"\n")
 
-    def resize(self) -> None:
-        """Copy the terminal's size to the pseudo-terminals."""
-        for channel in self._channels:
-            if channel.terminal:
-                _copy_size(channel.target, channel.source)
+    def resize(self) -> bool:
+        """Copy the terminal's size to the pseudo-terminals; whether one of them changed."""
+        terminals = [channel for channel in self._channels if channel.terminal and not channel.closed]
+        return bool([one for one in terminals if _copy_size(one.target, one.source)])
 
     def _channel(self, target: int) -> _Channel:
         terminal = os.isatty(target) and sys.platform != "win32"
@@ -448,12 +491,16 @@ def _pseudo_terminal(target: int) -> tuple[int, int]:
     return source, end
 
 
-def _copy_size(from_terminal: int, to_terminal: int) -> None:
+def _copy_size(from_terminal: int, to_terminal: int) -> bool:
     import fcntl
     import termios
 
     with contextlib.suppress(OSError):
-        fcntl.ioctl(to_terminal, termios.TIOCSWINSZ, fcntl.ioctl(from_terminal, termios.TIOCGWINSZ, b"\0" * 8))
+        new, old = (fcntl.ioctl(one, termios.TIOCGWINSZ, b"\0" * 8) for one in (from_terminal, to_terminal))
+        if new != old:
+            fcntl.ioctl(to_terminal, termios.TIOCSWINSZ, new)
+            return True
+    return False
 
 
 def with_loader(environment: Mapping[str, str]) -> dict[str, str]:

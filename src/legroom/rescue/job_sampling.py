@@ -23,7 +23,7 @@ from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import Version, mounts
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import process_at
+from legroom.probe.process_and_limits import parse_limits, process_at, stat_fields
 from legroom.probe.ram_swap_and_pressure import (
     SwapCounters,
     level_at,
@@ -207,8 +207,6 @@ class JobSampler:
 
     def _descriptors(self, pids: list[int]) -> Level | None:
         """Descriptors of the process nearest its limit."""
-        from legroom.probe.process_and_limits import parse_limits
-
         found = {}
         for pid in pids[:_MOST_PROCESSES]:
             names = self.host.names(f"/proc/{pid}/fd")
@@ -449,7 +447,7 @@ def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
     """CPU time that these processes have used."""
     total = 0
     for pid in pids:
-        fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        fields = stat_fields(host, pid)
         if len(fields) > 12:
             total += int(fields[11]) + int(fields[12])
     return total / _TICKS

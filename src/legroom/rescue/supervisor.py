@@ -47,6 +47,7 @@ from legroom.rescue.retry_settings import (
     within_limits,
 )
 from legroom.rescue.verdict_from_exit import process_name
+from legroom.system.processes_and_threads import adopting_orphans
 from legroom.units import format_duration, format_size
 
 _BELOW = " " * 8
@@ -92,7 +93,8 @@ class Supervisor:
         cgroup = make_job_cgroup(self.host, f"legroom-run-{os.getpid()}")
         isolation = _isolation(cgroup)
         try:
-            attempts, stopped = self._attempts(cgroup)
+            with adopting_orphans():  # so that processes of a failed attempt in other sessions are found, and killed
+                attempts, stopped = self._attempts(cgroup)
         finally:
             cgroup.close()
         return SupervisedRun(
