@@ -102,11 +102,6 @@ def events_of(host: Host, memory: Memory) -> MemoryEvents:
     return _events(host, memory.cgroup, list(memory.levels))
 
 
-def level_at(host: Host, version: Version, path: str) -> CgroupLevel:
-    """Read one cgroup again: ten times cheaper than finding it and its parents."""
-    return _level_v1(host, path) if version == "v1" else _level_v2(host, path)
-
-
 def limit_file(memory: Memory, level: CgroupLevel) -> str:
     """The file that a level's limit was read from."""
     if level.path.endswith(_ABOVE):

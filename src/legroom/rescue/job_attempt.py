@@ -23,7 +23,7 @@ from legroom.rescue.find_failures_in_log import facts_of, killed_in, named_paths
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import (
     DiskLevels,
-    GpuLevels,
+    GpuReader,
     JobAlarms,
     JobSampler,
     StallDetector,
@@ -98,17 +98,21 @@ class EvidenceCollector:
     sampler: JobSampler
     folders: Sequence[str] = ()  # of its checkpoints
     disks: DiskLevels = field(init=False)
+    gpus: GpuReader = field(init=False)
     log: KernelLog = field(default_factory=KernelLog)
     since: float = 0.0
 
     def __post_init__(self) -> None:
         temporary = self.host.env.get("TMPDIR", "/tmp")
         here = filter(None, (working_directory(),))
+        self.gpus = GpuReader(self.host)
+        self.sampler.read_gpus = self.gpus.now
         self.disks = DiskLevels(self.host, (*self.folders, *here, temporary), lambda: self.sampler.present)
 
     def begin(self) -> None:
         """Read counters and log positions before the start."""
         self.disks.start()
+        self.gpus.start()
         self.since = time.time()
         self.log = KernelLog.mark() if self.host.platform == "linux" else KernelLog(reason=self.host.platform)
         self.sampler.begin()
@@ -116,6 +120,7 @@ class EvidenceCollector:
     def close(self) -> None:
         """Close what is open."""
         self.disks.finish(0.0)
+        self.gpus.close()
         self.log.close()
 
     def evidence(
@@ -124,7 +129,8 @@ class EvidenceCollector:
         """Collect everything after the end; ``unwritable`` is why output of the job could not be written."""
         seen = self.sampler
         pids = seen.victims.job_pids | (reported_killed(log) - seen.victims.other_pids)
-        unknown = [reason for reason in (self.cgroup.reason, self.log.reason, self.disks.reason) if reason]
+        reasons = (self.cgroup.reason, self.log.reason, self.disks.reason, self.gpus.reason)
+        unknown = [reason for reason in reasons if reason]
         kernel = self.log.kills(pids, self._group())
         written_to = () if unwritable is None or unwritable.filename is None else (unwritable.filename,)
         killers = list(self.log.killers(pids, self.since))
@@ -210,7 +216,7 @@ class RunningAttempt:
         """Start the job, wait for its end, and return the attempt with its verdict."""
         self._output = JobOutput(stdout=self.options.stdout)
         streams = self._output.open()
-        sampler = JobSampler(self.host, self.cgroup, list, read_gpus=_gpu_reader(self.host))
+        sampler = JobSampler(self.host, self.cgroup, list)
         self.shm_files = sampler.shm_files
         alarms = JobAlarms(sampler)
         collector = EvidenceCollector(self.host, self.cgroup, sampler, self.options.folders)
@@ -376,24 +382,3 @@ class RunningAttempt:
             self._child.resume()
         else:
             self._child.signal(number)
-
-
-def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
-    if not host.exists("/dev/nvidiactl"):
-        return None
-
-    def read() -> GpuLevels:
-        from legroom.probe.gpu_devices import gpu_pools, gpus
-
-        found = gpus(host)
-        levels = {
-            pool.name: Level(pool.used, pool.size) for pool in gpu_pools(found) if pool.used is not None and pool.size
-        }
-        held: dict[int, int] = {}
-        for card in found.cards:
-            for user in card.processes or ():
-                if user.used is not None and user.command is not None:  # otherwise the pid is from another namespace
-                    held[user.pid] = held.get(user.pid, 0) + user.used
-        return GpuLevels(levels, held)
-
-    return read

@@ -10,6 +10,7 @@ are known, and a sample takes 0.6 ms instead of 4.3 (one process among eighty).
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import threading
@@ -21,20 +22,22 @@ from dataclasses import dataclass, field, replace
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.copy_on_write import WorkerCopies
-from legroom.probe.filesystems_and_cgroups import Version, mounts
+from legroom.probe.filesystems_and_cgroups import Cgroup, cgroup, mounts
+from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import parse_limits, process_at, stat_fields
 from legroom.probe.ram_swap_and_pressure import (
     SwapCounters,
-    level_at,
-    memory,
+    memory_in,
     parse_pressure,
     pressure,
+    ram_pool,
     read_swap_counters,
 )
 from legroom.records.failure import Level, Reading
 from legroom.records.finding_and_alarm import Alarm
-from legroom.records.machine import CgroupLevel, MemoryEvents, Pool
+from legroom.records.machine import Gpus, MemoryEvents, Pool
 from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.rescue.job_shm_files import JobShmFiles
@@ -47,9 +50,8 @@ _GPU_EVERY = 5.0
 _MOST = 4000
 _SHM = "/dev/shm"
 _PRESSURE = "/proc/pressure/memory"
-_PAGE = 4096
 _MOST_PROCESSES = 64  # whose descriptors are counted
-_FIND_LIMIT_EVERY = 30  # reads between searches: limits may change while the job runs
+_FIND_GROUP_EVERY = 30  # reads of RAM between searches for the cgroup: a process may be moved
 _EVERY = 1.0
 _MAPS_EVERY = 10.0  # listing a torch process's thousand mappings takes a millisecond
 _MOST_CWDS = 8
@@ -82,7 +84,7 @@ class JobSampler:
     pids: Callable[[], list[int]]  # the job's processes
     written: Callable[[], int] = int  # bytes of output so far
     clock: Callable[[], float] = time.monotonic
-    read_gpus: Callable[[], GpuLevels] | None = None
+    read_gpus: Callable[[], GpuLevels] = GpuLevels
     history: list[Reading] = field(default_factory=list)
     peaks: dict[str, Level] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)  # the job's processes at the last slow sample
@@ -90,23 +92,22 @@ class JobSampler:
     gpus: GpuLevels = field(default_factory=GpuLevels)
     victims: OomVictims = field(init=False)
     shm_files: JobShmFiles = field(init=False)
-    _ram: RamLevel = field(init=False)
+    _group: Cgroup | None = None  # of the job's memory
+    _group_reads: int = 0
     _began: float = 0.0
     _slow_at: float = 0.0
-    _gpu_at: float = 0.0
     _refaults: int | None = None
     _held: int = 0  # the cgroup's peak before the start: attempts share one cgroup
     _kept_shm: Level | None = None
 
     def __post_init__(self) -> None:
-        self._ram = RamLevel(self.host)
         self.victims = OomVictims(self.host, self.cgroup)
         self.shm_files = JobShmFiles(self.host, self.clock)
 
     def begin(self) -> None:
         """Read the counters before the job starts."""
         self._began = self.clock()
-        self._slow_at = self._gpu_at = float("-inf")
+        self._slow_at = float("-inf")
         self.victims.begin()
         self._refaults = self.cgroup.swapped_back(self.host)
         self._held = self.cgroup.peak(self.host) or 0
@@ -177,22 +178,29 @@ class JobSampler:
         pids = self.present = self.pids()
         self.victims.measure(pids)
         self.shm_files.add_processes(pids)
-        if (ram := self._ram.read(str(pids[0]) if pids else "self")) is not None:
+        if (ram := self._ram(str(pids[0]) if pids else "self")) is not None:
             levels["ram"] = ram
         if (swap := self._swap()) is not None:
             levels["swap"] = swap
         if (fds := self._descriptors(pids)) is not None:
             levels["fds"] = fds
-        if self.read_gpus is not None and self.clock() - self._gpu_at >= _GPU_EVERY:
-            self._gpu_at, self.gpus = self.clock(), self.read_gpus()
+        self.gpus = self.read_gpus()
         levels.update(self.gpus.levels)
         for name, level in levels.items():
             self._peak(name, level)
         return Reading(self.age, levels, self._swapped_back(), self.kills(), self._stalled())
 
+    def _ram(self, pid: str) -> Level | None:
+        """Usage of the tightest cgroup limit above a process, or of the machine's RAM."""
+        if self._group is None or self._group_reads % _FIND_GROUP_EVERY == 0:
+            self._group = cgroup(self.host, "memory", pid)
+        self._group_reads += 1
+        pool = ram_pool(memory_in(self.host, self._group))
+        return None if pool.used is None or pool.size is None else Level(pool.used, pool.size)
+
     def _swapped_back(self) -> int | None:
         now = self.cgroup.swapped_back(self.host)
-        return None if now is None or self._refaults is None else max(0, now - self._refaults) * _PAGE
+        return None if now is None or self._refaults is None else max(0, now - self._refaults) * mmap.PAGESIZE
 
     def _stalled(self) -> float | None:
         """PSI of the job's own cgroup (v2), otherwise of the machine."""
@@ -233,6 +241,50 @@ class JobSampler:
             self.history = self.history[:half:2] + self.history[half:]
 
 
+@dataclass
+class GpuReader:
+    """Reads GPU memory every few seconds, in a thread: NVML may not answer for minutes once a GPU is lost."""
+
+    host: Host
+    reason: str | None = None  # why no GPU is read
+    _levels: GpuLevels = field(default_factory=GpuLevels)
+    _read_at: float = float("-inf")
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Start reading, where there is a GPU."""
+        if self.host.exists("/dev/nvidiactl") and start_daemon_thread(self._run, "legroom-gpus") is None:
+            self.reason = say("GPU memory: {why}", why=why_no_thread())
+
+    def now(self) -> GpuLevels:
+        """The last reading; nothing if it is old."""
+        return self._levels if time.monotonic() - self._read_at < 3 * _GPU_EVERY else GpuLevels()
+
+    def close(self) -> None:
+        """Read no more. A call that is not answered is not waited for."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        session = NvmlSession()  # without it each reading would open every GPU again
+        while not self._stop.is_set():
+            found = gpus(self.host)
+            if found.cards:
+                session.open()
+            self._levels, self._read_at = _levels(found), time.monotonic()
+            self._stop.wait(_GPU_EVERY)
+        session.close()
+
+
+def _levels(found: Gpus) -> GpuLevels:
+    pools = {pool.name: Level(pool.used, pool.size) for pool in gpu_pools(found) if pool.used is not None and pool.size}
+    held: dict[int, int] = {}
+    for card in found.cards:
+        for user in card.processes or ():
+            if user.used is not None and user.command is not None:  # otherwise the pid is from another namespace
+                held[user.pid] = held.get(user.pid, 0) + user.used
+    return GpuLevels(pools, held)
+
+
 def _by_age(steps: tuple[tuple[float, float], ...], age: float) -> float:
     return next(pause for until, pause in steps if age < until)
 
@@ -269,43 +321,6 @@ def thinned(history: list[Reading], most: int = 600) -> tuple[Reading, ...]:
         return tuple(history)
     step = len(history) // most + 1
     return (*history[:-60:step], *history[-60:])
-
-
-@dataclass
-class RamLevel:
-    """Usage of the tightest cgroup limit above a process, or of the machine's RAM.
-
-    The limit is searched for now and then; in between only that one is read.
-    """
-
-    host: Host
-    _tightest: str | None = None  # the group that has it
-    _version: Version | None = None
-    _reads: int = 0
-
-    def read(self, pid: str) -> Level | None:
-        """How full it is now; None if unreadable."""
-        if self._reads % _FIND_LIMIT_EVERY == 0:
-            self._find_tightest(pid)
-        self._reads += 1
-        if self._tightest is not None and self._version is not None:
-            level = level_at(self.host, self._version, self._tightest)
-            if level.limit is not None and level.unreclaimable is not None:
-                return Level(level.unreclaimable, level.limit)
-        info = self.host.table("/proc/meminfo")
-        total, available = info.get("MemTotal"), info.get("MemAvailable")
-        return None if total is None or available is None else Level(max(0, total - available), total)
-
-    def _find_tightest(self, pid: str) -> None:
-        found = memory(self.host, pid)
-        limited = [level for level in found.levels if _limits(level, found.total)]
-        tight = min(limited, key=lambda level: level.limit or 0, default=None)
-        self._tightest = None if tight is None else tight.path
-        self._version = found.cgroup
-
-
-def _limits(level: CgroupLevel, total: int | None) -> bool:
-    return level.limit is not None and (total is None or level.limit < total)
 
 
 @dataclass
@@ -476,6 +491,7 @@ class JobAlarms:
         sampler = self.sampler
         rows = self._rows(reading)
         inward, outward = self._swap_rates()
+        scope = "machine" if sampler.cgroup.path is None else "cgroup"
         _, source = sampler.cgroup.counters(sampler.host)
         return Sample(
             when=reading.when,
@@ -488,7 +504,7 @@ class JobAlarms:
             swap_in=inward,
             swap_out=outward,
             pressure=pressure(sampler.host, str(rows[0].pid) if rows else "self"),
-            events=MemoryEvents(reading.oom_kills, None, None, "cgroup", source),
+            events=MemoryEvents(reading.oom_kills, None, None, scope, source),
         )
 
     def _rows(self, reading: Reading) -> tuple[ProcessRow, ...]:
