@@ -336,8 +336,8 @@ def swap(host: Host, memory: Memory, started: SwapCounters) -> Swap:
     return Swap(
         total=total,
         used=used,
-        in_rate=_rate(started.swapped_in, later.swapped_in, interval),
-        out_rate=_rate(started.swapped_out, later.swapped_out, interval),
+        in_rate=rate(started.swapped_in, later.swapped_in, interval),
+        out_rate=rate(started.swapped_out, later.swapped_out, interval),
         interval=interval,
         cgroup_limit=tight.swap_limit if tight else None,
         source=source if tight is None else f"{source}, {tight.path}/{_LIMIT_FILES[memory.cgroup or 'v2']}",
@@ -418,7 +418,8 @@ def _counters(host: Host, table: dict[str, int]) -> SwapCounters:
     return SwapCounters(time.monotonic(), inward, outward)
 
 
-def _rate(before: int | None, after: int | None, interval: float | None) -> float | None:
+def rate(before: int | None, after: int | None, interval: float | None) -> float | None:
+    """Per second; None if that is unknown."""
     if before is None or after is None or interval is None or not interval > 0:
         return None
     return max(0, after - before) / interval

@@ -30,7 +30,6 @@ from legroom.rescue.job_sampling import (
     cpu_seconds,
     recent_rate,
     seconds_unread,
-    thinned,
     worst_stall,
 )
 from legroom.rescue.job_shm_files import JobShmFiles, hangs_on_shm, held_shm, refused_shm
@@ -144,7 +143,7 @@ class EvidenceCollector:
             oom=self._count(kernel),
             kernel=kernel,
             killers=tuple(killers),
-            readings=thinned(seen.history),
+            readings=tuple(seen.history),
             peaks=dict(seen.peaks),
             ram_peak=seen.ram_peak(),
             ram_unseen=seconds_unread(seen.history, "ram"),

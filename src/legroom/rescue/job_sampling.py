@@ -33,6 +33,7 @@ from legroom.probe.ram_swap_and_pressure import (
     parse_pressure,
     pressure,
     ram_pool,
+    rate,
     read_swap_counters,
 )
 from legroom.records.failure import Level, Reading
@@ -289,38 +290,28 @@ def _by_age(steps: tuple[tuple[float, float], ...], age: float) -> float:
     return next(pause for until, pause in steps if age < until)
 
 
-def recent_rate(history: list[Reading], seconds: float = 10.0) -> float | None:
-    """Bytes per second swapped in over the last seconds."""
+def recent_rate(history: list[Reading]) -> float | None:
+    """Bytes per second swapped in over the last ten seconds."""
     known = [reading for reading in history if reading.swapped_back is not None]
     if len(known) < 2:
         return None
     end = known[-1]
-    start = next((one for one in known if one.when >= end.when - seconds), known[0])
+    start = next((one for one in known if one.when >= end.when - 10.0), known[0])
     if end.when - start.when < 0.5:
         return None
     return ((end.swapped_back or 0) - (start.swapped_back or 0)) / (end.when - start.when)
 
 
-def worst_stall(history: list[Reading], seconds: float = 15.0) -> float | None:
-    """The worst PSI average of the last seconds."""
-    if not history:
-        return None
-    since = history[-1].when - seconds
-    return max((one.stalled for one in history if one.stalled is not None and one.when >= since), default=None)
+def worst_stall(history: list[Reading]) -> float | None:
+    """The worst PSI average of the last 15 seconds."""
+    recent = (one.stalled for one in history if one.when >= history[-1].when - 15.0)
+    return max((stalled for stalled in recent if stalled is not None), default=None)
 
 
 def seconds_unread(history: list[Reading], pool: str) -> float | None:
     """Seconds from a pool's last sample to the end; None if it was never sampled."""
     samples = [one.when for one in history if pool in one.levels]
     return history[-1].when - samples[-1] if samples else None
-
-
-def thinned(history: list[Reading], most: int = 600) -> tuple[Reading, ...]:
-    """About that many readings; the last 60 are all kept."""
-    if len(history) <= most:
-        return tuple(history)
-    step = len(history) // most + 1
-    return (*history[:-60:step], *history[-60:])
 
 
 @dataclass
@@ -443,19 +434,15 @@ class StallDetector:
     _cpu: float = 0.0
     _written: int = -1
 
-    def idle_for(self, now: float, cpu: float, written: int) -> float:
-        """Seconds since the job last printed or used CPU; takes its CPU seconds and output bytes so far."""
+    def stalled(self, now: float, cpu: float, written: int) -> bool:
+        """Whether the job printed nothing and used no CPU for longer; takes its CPU seconds and output bytes so far."""
         span = 0.0 if self._since is None else now - self._since
         worked = cpu - self._cpu > max(0.05, span * _IDLE)
         # The sum of CPU time falls when a worker exits: that counts as activity.
         if self._since is None or worked or cpu < self._cpu or written != self._written:
             self._since, self._cpu, self._written = now, cpu, written
-            return 0.0
-        return span
-
-    def stalled(self, now: float, cpu: float, written: int) -> bool:
-        """Whether it has been idle for longer than the limit."""
-        return self.limit > 0 and self.idle_for(now, cpu, written) >= self.limit
+            return False
+        return 0 < self.limit <= span
 
 
 def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
@@ -475,10 +462,12 @@ class JobAlarms:
     sampler: JobSampler
     raised: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
     _alarms: AlarmTracker = field(default_factory=AlarmTracker)
-    _born: dict[int, float | None] = field(default_factory=dict)
+    _rows: dict[int, ProcessRow] = field(default_factory=dict)  # by pid, as last read
     _swap: SwapCounters | None = None
-    _copies: WorkerCopies | None = None  # once there are processes that may be forked workers
-    _copied: dict[int, tuple[int | None, float | None]] = field(default_factory=dict)  # by pid, as last read
+    _copies: WorkerCopies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._copies = WorkerCopies(self.sampler.host)
 
     def update(self, reading: Reading) -> tuple[Alarm, ...]:
         """Alarms that begin or turn critical with this reading; ``since`` counts from the job's start."""
@@ -489,7 +478,7 @@ class JobAlarms:
 
     def _sample(self, reading: Reading) -> Sample:
         sampler = self.sampler
-        rows = self._rows(reading)
+        rows = self._read_rows(reading)
         inward, outward = self._swap_rates()
         scope = "machine" if sampler.cgroup.path is None else "cgroup"
         _, source = sampler.cgroup.counters(sampler.host)
@@ -507,52 +496,39 @@ class JobAlarms:
             events=MemoryEvents(reading.oom_kills, None, None, scope, source),
         )
 
-    def _rows(self, reading: Reading) -> tuple[ProcessRow, ...]:
-        sampler, first = self.sampler, not self._born
+    def _read_rows(self, reading: Reading) -> tuple[ProcessRow, ...]:
+        sampler, before = self.sampler, self._rows
         fds = reading.levels.get("fds")
-        rows = []
+        new = ProcessRow(0, 0, "", born=reading.when if before else None)
+        self._rows = {}
         for pid in sampler.present:
             found = process_at(sampler.host, pid)
             if found is None:
                 continue
             nearest = fds if pid == sampler.nearest else None
-            row = ProcessRow(
-                pid,
-                found.parent,
-                found.command[:_LONGEST_COMMAND],
+            self._rows[pid] = replace(
+                before.get(pid, new),
+                pid=pid,
+                parent=found.parent,
+                command=found.command[:_LONGEST_COMMAND],
                 rss=found.rss,
                 rss_shmem=found.rss_shmem,
                 swap=found.swap,
                 fds=nearest.used if nearest else None,
                 fd_limit=nearest.size if nearest else None,
                 gpu=sampler.gpus.held.get(pid),
-                born=self._born.setdefault(pid, None if first else reading.when),
             )
-            rows.append(row)
-        self._born = {row.pid: row.born for row in rows}
-        if self._copies is None and len(rows) > 1:
-            self._copies = WorkerCopies(self.sampler.host)
-        read = self._copies.update(rows, reading.when) if self._copies is not None else {}
-        self._copied |= {pid: (row.copied, row.copied_at) for pid, row in read.items()}
-        self._copied = {pid: known for pid, known in self._copied.items() if pid in self._born}
-        unread = (None, None)
-        return tuple(
-            replace(row, copied=known[0], copied_at=known[1])
-            for row in rows
-            for known in (self._copied.get(row.pid, unread),)
-        )
+        self._rows |= self._copies.update(self._rows.values(), reading.when)
+        return tuple(self._rows.values())
 
     def _swap_rates(self) -> tuple[float | None, float | None]:
         """Bytes per second swapped in and out on the machine since the last sample."""
         before, now = self._swap, read_swap_counters(self.sampler.host)
         self._swap = now
-        if before is None or now.when <= before.when:
+        if before is None:
             return None, None
-        pairs = ((before.swapped_in, now.swapped_in), (before.swapped_out, now.swapped_out))
-        inward, outward = (
-            None if old is None or new is None else max(0, new - old) / (now.when - before.when) for old, new in pairs
-        )
-        return inward, outward
+        seconds = now.when - before.when
+        return rate(before.swapped_in, now.swapped_in, seconds), rate(before.swapped_out, now.swapped_out, seconds)
 
 
 def _pool(name: str, level: Level) -> Pool:
