@@ -412,13 +412,15 @@ class JobOutput:
 
     def _pump(self, channel: _Channel) -> None:
         while not channel.closed:
-            select.select([channel.source], [], [])
+            if _POSIX:
+                select.select([channel.source], [], [])
             self._pass(channel)
 
     def _pass(self, channel: _Channel, most: int = _CHUNK) -> None:
         """Pass on what is there; close the channel at its end, and where its target cannot be written."""
+        waited = None if _POSIX else _read(channel.source, most)  # there select does not take pipes
         with self._lock:
-            data = _read(channel.source, most)
+            data = _read(channel.source, most) if waited is None else waited
             self.tail.feed(data)
             self.count += len(data)
             channel.taken += len(data)
@@ -446,6 +448,8 @@ class JobOutput:
 
 def _readable(source: int) -> int:
     """Bytes that can be read without waiting."""
+    if sys.platform == "win32":
+        return 0
     import fcntl
     import termios
 
