@@ -93,11 +93,6 @@ def events_of(host: Host, memory: Memory) -> MemoryEvents:
     return _events(host, memory.cgroup, list(memory.levels))
 
 
-def level_at(host: Host, version: Version, path: str) -> CgroupLevel:
-    """Read one cgroup again: ten times cheaper than finding it and its parents."""
-    return _level_v1(host, path) if version == "v1" else _level_v2(host, path)
-
-
 def limit_file(memory: Memory, level: CgroupLevel) -> str:
     """The file that a level's limit was read from."""
     if level.path.endswith(_ABOVE):
@@ -323,8 +318,8 @@ def swap(host: Host, memory: Memory, started: SwapCounters) -> Swap:
     return Swap(
         total=total,
         used=used,
-        in_rate=_rate(started.swapped_in, later.swapped_in, interval),
-        out_rate=_rate(started.swapped_out, later.swapped_out, interval),
+        in_rate=rate(started.swapped_in, later.swapped_in, interval),
+        out_rate=rate(started.swapped_out, later.swapped_out, interval),
         interval=interval,
         cgroup_limit=tight.swap_limit if tight else None,
         source=source if tight is None else f"{source}, {tight.path}/{_LIMIT_FILES[memory.cgroup or 'v2']}",
@@ -406,7 +401,8 @@ def _counters(host: Host, table: dict[str, int]) -> SwapCounters:
     return SwapCounters(time.monotonic(), inward, outward)
 
 
-def _rate(before: int | None, after: int | None, interval: float | None) -> float | None:
+def rate(before: int | None, after: int | None, interval: float | None) -> float | None:
+    """Per second; None if that is unknown."""
     if before is None or after is None or interval is None or not interval > 0:
         return None
     return max(0, after - before) / interval

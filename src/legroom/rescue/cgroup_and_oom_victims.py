@@ -16,20 +16,22 @@ the machine's process ids.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from legroom.messages import phrase, say
 from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import arguments, client_name, command_text, is_ending
+from legroom.probe.process_and_limits import arguments, client_name, command_text, is_ending, stat_fields
+from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.records.failure import LogFacts, Role, Victim
 from legroom.rescue.find_failures_in_log import OOM_KILL
 
@@ -122,12 +124,6 @@ class JobCgroup:
         """The job's processes, if the group is its own."""
         return sorted(self.members() or ()) if self.own else []
 
-    def kill(self) -> None:
-        """Kill every process in the job's own group."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
     def close(self) -> None:
         """Remove the group. Processes that outlive the job are moved to our group, not killed."""
         if not self.own or self.path is None:
@@ -168,9 +164,21 @@ def make_job_cgroup(host: Host, name: str) -> JobCgroup:
     base = group.chain[0]
     if group.reason is not None:
         return JobCgroup(base, group.version, False, group.reason)
+    name = _unused(base, name)
     if group.version == "v1":
         return _make(host, base, "v1", name)
     return _make_v2(host, base, name, is_root=group.is_root)
+
+
+def _unused(base: str, name: str) -> str:
+    """That name, with a number where it is taken: in containers a Legroom that was killed had the same process ID."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(one for one in names if not os.path.exists(f"{base}/{one}") and not os.path.exists(_aside(base, one)))
+
+
+def _aside(base: str, name: str) -> str:
+    """v2: the child group that we move into."""
+    return f"{base}/{name}-supervisor"
 
 
 def _make(host: Host, base: str, version: Version, name: str, stepped_into: str | None = None) -> JobCgroup:
@@ -200,7 +208,7 @@ def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> JobCgroup:
                 "{count} processes share {path}; a cgroup can be split only by a process that is alone in it"
             )
             return JobCgroup(base, "v2", False, say(template, count=len(inside), path=base))
-        aside = f"{base}/{name}-supervisor"
+        aside = _aside(base, name)
         os.mkdir(aside)
     except OSError as problem:
         return JobCgroup(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
@@ -228,7 +236,6 @@ _FINAL_OUTPUT = 1.0  # seconds before the end in which output reports the end
 _LONGEST = 160
 _MOST_BESIDE = 4
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of torchrun, Slurm, MPI
-_PAGE = 4096
 _TORCH_WORKER = "pt_data_worker"  # the process name of torch's DataLoader workers
 _FORKSERVER = "multiprocessing.forkserver"
 
@@ -328,7 +335,7 @@ class OomVictims:
             self._keep(seen)
             words = (self.host.text(f"/proc/{pid}/statm") or "").split()
             if len(words) > 1 and words[1] != "0":  # a process that exits has none left: keep the last sample
-                seen.rss = int(words[1]) * _PAGE
+                seen.rss = int(words[1]) * mmap.PAGESIZE
             seen.name = (self.host.text(f"/proc/{pid}/comm") or seen.name).strip()
             words = arguments(self.host, pid)
             clients += filter(None, [client_name(words)])
@@ -403,15 +410,15 @@ class OomVictims:
         return gone
 
     def _add(self, pid: int, *, ours: bool = False) -> _SeenProcess | None:
-        name, _, rest = (self.host.text(f"/proc/{pid}/stat") or "").rpartition(")")
-        fields = rest.split()
+        fields = stat_fields(self.host, pid)
         if len(fields) < 3:
             return None
         parent, group = int(fields[1]), int(fields[2])
         above = self._known.get(parent)
         mine = ours or self.cgroup.own or pid == self.root or (above is not None and above.ours)
         mine = mine or (self.root is not None and group == self.root)
-        seen = self._known[pid] = _SeenProcess(pid, parent, mine, name.partition("(")[2])
+        name = (self.host.text(f"/proc/{pid}/comm") or "").strip()
+        seen = self._known[pid] = _SeenProcess(pid, parent, mine, name)
         self._keep(seen)
         return seen
 
@@ -455,12 +462,12 @@ def _rank(environment: str) -> int | None:
 
 _KMSG = "/dev/kmsg"
 _LOGS = ("/var/log/syslog", "/var/log/messages", "/var/log/kern.log")
-_INITIAL = 0xEFFFFFFC  # the inode of the initial PID namespace, on every Linux since 3.8
 _DAEMON = re.compile(
     r"(?:systemd-oomd|earlyoom|kubelet)\S*:?.*(?:[Kk]ill|SIGTERM|SIGKILL|[Ee]vict)|low on resource: memory"
 )
 _DAEMONS = ("systemd-oomd", "earlyoom", "kubelet")
-_PID = re.compile(r"\b(\d+)\b")
+_NUMBER = re.compile(r"\b(\d+)\b")
+_PID = re.compile(r"\b(?:process|pid)\b[\s:=(\[]*(\d+)", re.I)  # a line also has sizes and scores
 _MOST_APPENDED = 1 << 20  # bytes appended to a log file that are read
 _JOURNAL_WITHIN = 3.0
 _KILL_REPORTS = frozenset({"killed", "child-killed", "worker-killed", "worker-gone"})
@@ -479,7 +486,7 @@ class KernelLog:
     def mark(cls, kmsg: str = _KMSG, logs: tuple[str, ...] = _LOGS) -> KernelLog:
         """Remember where every log ends now."""
         log = cls()
-        if not same_pids():
+        if in_initial_namespace(Host(), "pid") is False:
             log.reason = say("kernel log: its process IDs belong to another PID namespace")
             return log
         try:
@@ -547,14 +554,6 @@ class KernelLog:
         return tuple(dict.fromkeys(found))
 
 
-def same_pids() -> bool:
-    """Whether process IDs in the machine's logs are those of our PID namespace."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino == _INITIAL
-    except OSError:  # not Linux, or no /proc: then there is no such log
-        return True
-
-
 def _appended(path: str, size: int) -> list[str]:
     with contextlib.suppress(OSError), Path(path).open("rb") as file:
         end = os.fstat(file.fileno()).st_size
@@ -581,4 +580,4 @@ def reported_killed(log: LogFacts) -> set[int]:
     A process that moved into a cgroup elsewhere, and lived for less than a sample, is known from there alone.
     """
     lines = (sign.line for sign in log.signs if sign.code in _KILL_REPORTS)
-    return {int(number) for line in lines for number in _PID.findall(line)}
+    return {int(number) for line in lines for number in _NUMBER.findall(line)}

@@ -373,11 +373,6 @@ CONSEQUENCE = re.compile(
 # Every number that a pattern contains: lines that differ only in other numbers have the same code.
 NUMBERS = frozenset(re.findall(r"\d+", " ".join(pattern.pattern for _, pattern in SIGNATURES)))
 
-_PATTERNS: dict[str, list[re.Pattern[str]]] = {}
-
-for _code, _pattern in SIGNATURES:
-    _PATTERNS.setdefault(_code, []).append(_pattern)
-
 
 def code_of(line: str) -> str | None:
     """The code of that line, or None."""
@@ -386,4 +381,5 @@ def code_of(line: str) -> str | None:
 
 def start_of(code: str, line: str) -> int:
     """Where in the line the match of that code begins."""
-    return min((found.start() for one in _PATTERNS[code] if (found := one.search(line))), default=0)
+    patterns = (pattern for its_code, pattern in SIGNATURES if its_code == code)
+    return min((found.start() for pattern in patterns if (found := pattern.search(line))), default=0)

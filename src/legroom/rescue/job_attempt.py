@@ -23,14 +23,13 @@ from legroom.rescue.find_failures_in_log import facts_of, killed_in, named_paths
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import (
     DiskLevels,
-    GpuLevels,
+    GpuReader,
     JobAlarms,
     JobSampler,
     StallDetector,
     cpu_seconds,
     recent_rate,
     seconds_unread,
-    thinned,
     worst_stall,
 )
 from legroom.rescue.job_shm_files import JobShmFiles, hangs_on_shm, held_shm, refused_shm
@@ -72,12 +71,21 @@ class RunOptions:
     @property
     def folders(self) -> list[str]:
         """Directories the job is known to write to: that of its checkpoints."""
-        if self.checkpoint is None:
+        pattern = os.path.expanduser(self.checkpoint or "")
+        if not pattern or (working_directory() is None and not os.path.isabs(pattern)):
             return []
-        folder = os.path.dirname(os.path.abspath(os.path.expanduser(self.checkpoint)))
+        folder = os.path.dirname(os.path.abspath(pattern))
         while "*" in folder or not os.path.isdir(folder):
             folder = os.path.dirname(folder)
         return [folder]
+
+
+def working_directory() -> str | None:
+    """The working directory; None if it was removed. A job may not need it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 @dataclass
@@ -89,16 +97,21 @@ class EvidenceCollector:
     sampler: JobSampler
     folders: Sequence[str] = ()  # of its checkpoints
     disks: DiskLevels = field(init=False)
+    gpus: GpuReader = field(init=False)
     log: KernelLog = field(default_factory=KernelLog)
     since: float = 0.0
 
     def __post_init__(self) -> None:
         temporary = self.host.env.get("TMPDIR", "/tmp")
-        self.disks = DiskLevels(self.host, (*self.folders, os.getcwd(), temporary), lambda: self.sampler.present)
+        here = filter(None, (working_directory(),))
+        self.gpus = GpuReader(self.host)
+        self.sampler.read_gpus = self.gpus.now
+        self.disks = DiskLevels(self.host, (*self.folders, *here, temporary), lambda: self.sampler.present)
 
     def begin(self) -> None:
         """Read counters and log positions before the start."""
         self.disks.start()
+        self.gpus.start()
         self.since = time.time()
         self.log = KernelLog.mark() if self.host.platform == "linux" else KernelLog(reason=self.host.platform)
         self.sampler.begin()
@@ -106,44 +119,36 @@ class EvidenceCollector:
     def close(self) -> None:
         """Close what is open."""
         self.disks.finish(0.0)
+        self.gpus.close()
         self.log.close()
 
     def evidence(
-        self,
-        ending: ExitStatus,
-        log: LogFacts,
-        shm_at_end: Level | None,
-        *,
-        asked_to_stop: int | None = None,
-        stalled_on: str | None = None,
-        held_shm: int | None = None,
-        keyboard: bool = False,
+        self, ending: ExitStatus, log: LogFacts, shm_at_end: Level | None, *, unwritable: OSError | None = None
     ) -> Evidence:
-        """Collect everything after the end."""
+        """Collect everything after the end; ``unwritable`` is why output of the job could not be written."""
         seen = self.sampler
         pids = seen.victims.job_pids | (reported_killed(log) - seen.victims.other_pids)
-        unknown = [reason for reason in (self.cgroup.reason, self.log.reason, self.disks.reason) if reason]
+        reasons = (self.cgroup.reason, self.log.reason, self.disks.reason, self.gpus.reason)
+        unknown = [reason for reason in reasons if reason]
         kernel = self.log.kills(pids, self._group())
+        written_to = () if unwritable is None or unwritable.filename is None else (unwritable.filename,)
         killers = list(self.log.killers(pids, self.since))
         if (oomd := self.cgroup.killed_by_oomd()) is not None and self.cgroup.own:
             killers.append(oomd)
         return Evidence(
             ending=ending,
-            asked_to_stop=asked_to_stop,
-            stalled_on=stalled_on,
-            held_shm=held_shm,
             log=log,
+            unwritable=None if unwritable is None else unwritable.errno,
             elsewhere=seen.victims.client,
             oom=self._count(kernel),
             kernel=kernel,
             killers=tuple(killers),
-            readings=thinned(seen.history),
+            readings=tuple(seen.history),
             peaks=dict(seen.peaks),
             ram_peak=seen.ram_peak(),
             ram_unseen=seconds_unread(seen.history, "ram"),
             shm_at_end=shm_at_end,
-            keyboard=keyboard,
-            disks=self.disks.finish(named=named_paths(log)),
+            disks=self.disks.finish(named=(*named_paths(log), *written_to)),
             full_before=dict(self.disks.full_before),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),
@@ -197,8 +202,10 @@ class RunningAttempt:
     held_shm: int | None = None  # bytes held by the job at the last stall check
     shm_files: JobShmFiles = field(init=False)  # since the job was started
     _child: JobProcess | None = None
+    _early: list[int] = field(default_factory=list)  # signals that arrived before it was started
     _output: JobOutput = field(default_factory=JobOutput)
     _deadline: float | None = None
+    _unread: bool = False  # reading the job's resources failed
     _typed: bool = False  # we were the terminal's foreground group when that signal arrived
     _had_terminal: bool = False  # the job was the terminal's foreground group
 
@@ -208,16 +215,18 @@ class RunningAttempt:
         """Start the job, wait for its end, and return the attempt with its verdict."""
         self._output = JobOutput(stdout=self.options.stdout)
         streams = self._output.open()
-        sampler = JobSampler(self.host, self.cgroup, list, read_gpus=_gpu_reader(self.host))
+        sampler = JobSampler(self.host, self.cgroup, list)
         self.shm_files = sampler.shm_files
         alarms = JobAlarms(sampler)
         collector = EvidenceCollector(self.host, self.cgroup, sampler, self.options.folders)
-        collector.begin()
         try:
+            collector.begin()
             with handling_signals(_PASSED_ON, self._pass_on):
                 child = self._child = JobProcess.start(
                     command, environment, streams, self.cgroup, raise_descriptors=raise_descriptors
                 )
+                for number in self._early:
+                    child.signal(number)
                 self._had_terminal = child.foreground is not None
                 self._output.start()
                 if self._output.reason is not None:
@@ -229,9 +238,14 @@ class RunningAttempt:
                 ending, shm_at_end = self._wait(child, sampler, alarms)
                 fine = ending.success and self.stalled_on is None
                 if not fine:
-                    child.kill_all()  # leftovers would hold memory, ports and files that the next attempt needs
+                    child.kill_all(
+                        self.host
+                    )  # leftovers would hold memory, ports and files that the next attempt needs
+                child.close(self.host)  # a reader may be a pager that needs the terminal
                 self._output.finish(_DRAIN)
-                child.close()
+            if (problem := self._output.error) is not None:
+                where = say("the command's output") if problem.filename is None else problem.filename
+                self._print(say("cannot write {path}: {why}", path=where, why=problem.strerror))
             verdict: Verdict | None = None
             notes: list[str] = []
             if not fine or sampler.kills():
@@ -240,9 +254,12 @@ class RunningAttempt:
                     verdict, notes = None, oom_lines(evidence)  # an OOM kill that may not have been the job's
                     for line in notes:
                         self._print(line)
-        except OSError:
+        except BaseException:
             if self._child is None:
                 self._output.abandon()
+            elif self._child.process.returncode is None:  # nobody would read its output
+                self._child.kill_all(self.host)
+                self._child.close(self.host)
             raise
         finally:
             collector.close()
@@ -277,19 +294,31 @@ class RunningAttempt:
             ending = child.wait(sampler.pause, self._output)
             if ending is not None:
                 return ending, sampler.sample_at_end()
-            reading = sampler.sample()
-            if reading is not None:
-                for alarm in alarms.update(reading):
-                    self._print(f"{alarm.level} {alarm.code}: {alarm.message}")
+            try:
+                self._sample(child, sampler, alarms)
+            except OSError as problem:  # no descriptor is left, for example: the job goes on
+                if not self._unread:
+                    self._print(say("the job's resources are not read: {why}", why=problem.strerror or problem))
+                self._unread = True
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
-                child.kill_all()
+                child.kill_all(self.host)
                 self._deadline = None
             if now >= stall_at and self.stalled_on is None and self.stop_signal is None:
                 stall_at = now + _STALL_EVERY
                 cpu = cpu_seconds(self.host, child.pids(self.host))
                 if stall.stalled(now, cpu, self._output.count) and self._hangs(child, sampler):
                     self._stop_stalled(child, stall)
+
+    def _sample(self, child: JobProcess, sampler: JobSampler, alarms: JobAlarms) -> None:
+        reading = sampler.sample()
+        if reading is None:
+            return
+        child.reap(self.host)
+        if self._output.resize():  # the terminal's own SIGWINCH came before the job could see its new size
+            child.signal_group(signal.SIGWINCH)
+        for alarm in alarms.update(reading):
+            self._print(f"{alarm.level} {alarm.code}: {alarm.message}")
 
     def _hangs(self, child: JobProcess, sampler: JobSampler) -> bool:
         pids = child.pids(self.host)
@@ -318,10 +347,8 @@ class RunningAttempt:
         self, collector: EvidenceCollector, ending: ExitStatus, shm_at_end: Level | None
     ) -> tuple[Verdict, Evidence]:
         log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
-        evidence = collector.evidence(
-            ending,
-            log,
-            shm_at_end,
+        evidence = replace(
+            collector.evidence(ending, log, shm_at_end, unwritable=self._output.error),
             asked_to_stop=self.stop_signal,
             stalled_on=self.stalled_on,
             held_shm=self.held_shm,
@@ -345,26 +372,12 @@ class RunningAttempt:
                 self.stop_signal, self._typed = number, in_foreground()
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.options.grace
-        if self._child is not None:
+            running = self._child is None or self._child.process.returncode is None
+            until = time.monotonic() + (self.options.grace if running else 0.0)
+            self._output.give_up_at = min(until, self._output.give_up_at)
+        if self._child is None:
+            self._early.append(number)
+        elif signal_name(number) == "SIGCONT":
+            self._child.resume()
+        else:
             self._child.signal(number)
-
-
-def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
-    if not host.exists("/dev/nvidiactl"):
-        return None
-
-    def read() -> GpuLevels:
-        from legroom.probe.gpu_devices import gpu_pools, gpus
-
-        found = gpus(host)
-        levels = {
-            pool.name: Level(pool.used, pool.size) for pool in gpu_pools(found) if pool.used is not None and pool.size
-        }
-        held: dict[int, int] = {}
-        for card in found.cards:
-            for user in card.processes or ():
-                if user.used is not None and user.command is not None:  # otherwise the pid is from another namespace
-                    held[user.pid] = held.get(user.pid, 0) + user.used
-        return GpuLevels(levels, held)
-
-    return read

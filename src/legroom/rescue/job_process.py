@@ -2,7 +2,8 @@
 
 Output goes through a pipe, or through a pseudo-terminal where ours is a terminal, so that progress bars work. Both
 streams share one channel where both go to the same file, so that their order stays. Bytes are passed on unchanged and
-the end is kept. When our reader closes its end, the channel is closed and the job gets SIGPIPE, as it would without us.
+the end is kept. When our reader closes its end, or the output cannot be written, the channel is closed: the job gets
+SIGPIPE or EPIPE, and fails as it would without us.
 
 Injection (`--loader legroom`, `--gpu-limit`, `legroom leak`) puts inject/sitecustomize.py on the job's PYTHONPATH. It
 misses children that are not Python or run with -S, -I or -E.
@@ -11,6 +12,7 @@ misses children that are not Python or run with -S, -I or -E.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -27,6 +29,7 @@ from pathlib import Path
 from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import stat_fields
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.find_failures_in_log import LogTail
 from legroom.system.processes_and_threads import ExitStatus, legroom_disabled, start_daemon_thread, why_no_thread
@@ -85,7 +88,9 @@ class JobProcess:
     process: subprocess.Popen[bytes]
     cgroup: JobCgroup
     pidfd: int | None = None
-    foreground: int | None = None  # the terminal whose foreground group it is
+    others: frozenset[int] = frozenset()  # children of ours that are not the job's
+    foreground: int | None = None  # the terminal that it was given
+    handed_over: bool = False  # it is that terminal's foreground group
 
     @classmethod
     def start(
@@ -103,10 +108,11 @@ class JobProcess:
         if _POSIX and (moves or raise_descriptors):
             script = (_MOVE if moves else "") + (_RAISE if raise_descriptors else "") + _BECOME
             words = ["/bin/sh", "-c", script, f"{cgroup.path}/cgroup.procs", *words]
+        others = frozenset(_children(Host(), os.getpid()))
         process = subprocess.Popen(
             words, env=dict(environment), stdout=streams[0], stderr=streams[1], process_group=0 if _POSIX else None
         )
-        child = cls(process, cgroup)
+        child = cls(process, cgroup, others=others)
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 child.pidfd = os.pidfd_open(process.pid)
@@ -131,7 +137,7 @@ class JobProcess:
         try:
             pid, status = os.waitpid(self.process.pid, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:  # another thread waited for it
-            return ExitStatus(status=self.process.returncode or 0)
+            return ExitStatus.of(1 if self.process.returncode is None else self.process.returncode)
         if pid == 0:
             return None
         if os.WIFSTOPPED(status):
@@ -141,16 +147,28 @@ class JobProcess:
         return ExitStatus.of(self.process.returncode)
 
     def _stopped(self, number: int) -> None:
-        """After Ctrl-Z, stop as well, as the shell expects, and continue together."""
+        """After Ctrl-Z, stop our process group as well, as the shell expects, and continue together."""
         if self.foreground is None or number not in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
             return
-        _set_foreground(self.foreground, os.getpgrp())
-        os.kill(os.getpid(), signal.SIGSTOP)
-        _set_foreground(self.foreground, self.process.pid)
+        if number == signal.SIGTSTP or not self.handed_over:  # else it used the terminal before it was given to it
+            self._take_back()
+            os.killpg(os.getpgrp(), number)  # has no effect where nobody could continue us
+        else:
+            _set_foreground(self.foreground, self.process.pid)
+        self.resume()
+
+    def resume(self) -> None:
+        """Continue it, in the foreground if we are: after fg, not after bg."""
+        if self.process.returncode is not None:
+            return
+        if self.foreground is not None and not self.handed_over:
+            self._hand_over_terminal()
         self.signal_group(signal.SIGCONT)
 
     def signal(self, number: int) -> None:
-        """Forward a signal to the process itself."""
+        """Forward a signal to the process itself; its ID may be another's once it has been waited for."""
+        if self.process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             self.process.send_signal(number) if not _POSIX else os.kill(self.process.pid, number)
 
@@ -159,23 +177,31 @@ class JobProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
             os.killpg(self.process.pid, number)
 
-    def kill_all(self) -> None:
-        """Kill all of its processes and wait until they are gone."""
+    def kill_all(self, host: Host) -> None:
+        """Kill all of its processes, those in other sessions included, and wait until they are gone."""
         if not _POSIX:
             self.process.kill()
             return
         deadline = time.monotonic() + _GONE_WITHIN
         self.signal_group(signal.SIGKILL)
-        self.cgroup.kill()
-        while self.cgroup.pids() and time.monotonic() < deadline:
+        while [pid for pid in self.pids(host) if _kill(host, pid)] and time.monotonic() < deadline:
             time.sleep(0.02)
-            self.cgroup.kill()
+            self.reap(host)
 
-    def close(self) -> None:
+    def reap(self, host: Host) -> None:
+        """Wait for processes of the job that have ended and whose parent has not: they became our children."""
+        for pid in self._adopted(host):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def close(self, host: Host) -> None:
         """Take the terminal back and close the pidfd."""
-        if self.foreground is not None:
-            _set_foreground(self.foreground, os.getpgrp())
-            self.foreground = None
+        self.reap(host)
+        had_terminal = self.handed_over
+        self._take_back()
+        self.foreground = None
+        if had_terminal:
+            os.killpg(os.getpgrp(), signal.SIGCONT)  # a pager beside us may have stopped for want of the terminal
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -184,14 +210,15 @@ class JobProcess:
         """The process IDs of the job and its descendants."""
         if self.cgroup.own:
             return self.cgroup.pids()
-        found, at = [self.process.pid], 0
-        while at < len(found):
-            pid = found[at]
-            for thread in host.names(f"/proc/{pid}/task"):
-                text = host.text(f"/proc/{pid}/task/{thread}/children") or ""
-                found += [int(word) for word in text.split() if int(word) not in found]
-            at += 1
+        found = [self.process.pid] if self.process.returncode is None else []
+        found += self._adopted(host)
+        for pid in found:  # grows during the loop
+            found += [child for child in _children(host, pid) if child not in found]
         return found
+
+    def _adopted(self, host: Host) -> list[int]:
+        """Our children whose parent in the job has ended."""
+        return [pid for pid in _children(host, os.getpid()) if pid not in self.others and pid != self.process.pid]
 
     def _hand_over_terminal(self) -> None:
         """Make it the terminal's foreground group, if ours was, so that it reads the keyboard and gets Ctrl-C."""
@@ -200,7 +227,28 @@ class JobProcess:
         with contextlib.suppress(OSError):
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 _set_foreground(0, self.process.pid)
-                self.foreground = 0
+                self.foreground, self.handed_over = 0, True
+
+    def _take_back(self) -> None:
+        if self.foreground is not None and self.handed_over:
+            _set_foreground(self.foreground, os.getpgrp())
+            self.handed_over = False
+
+
+def _children(host: Host, pid: int) -> list[int]:
+    texts = (host.text(f"/proc/{pid}/task/{thread}/children") for thread in host.names(f"/proc/{pid}/task"))
+    return [int(word) for text in texts if text for word in text.split()]
+
+
+def _kill(host: Host, pid: int) -> bool:
+    """Kill it; False if it has ended, or must not be killed."""
+    if stat_fields(host, pid)[:1] in ([], ["Z"], ["X"]):
+        return False
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def in_foreground() -> bool:
@@ -240,6 +288,8 @@ class _Channel:
     within_line: bool = False  # the last output did not end with a newline, as with a progress bar
     thread: threading.Thread | None = None  # None: forwarded by `JobOutput.forward`
     closed: bool = False
+    taken: int = 0  # bytes read from the job
+    passed: int = 0  # and of them written to the target
 
 
 @dataclass
@@ -252,8 +302,10 @@ class JobOutput:
     stdout: int = 1  # where the output goes
     stderr: int = 2
     tail: LogTail = field(default_factory=LogTail)
-    count: int = 0  # bytes passed on
+    count: int = 0  # bytes read from the job
     reason: str | None = None  # why a stream has no thread
+    error: OSError | None = None  # why output could not be written; the filename is known for a file
+    give_up_at: float = float("inf")  # when a reader that takes nothing is no longer waited for
     _channels: list[_Channel] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -293,29 +345,17 @@ class JobOutput:
             readable, writable, _ = select.select(sources, [channel.target for channel in full], [], left)
             full = [channel for channel in full if channel.target not in writable]
             for channel in ready:
-                if channel.source in readable and not self._forward_once(channel):
+                if channel.source not in readable:
+                    continue
+                if select.select([], [channel.target], [], 0)[1]:
+                    self._pass(channel, select.PIPE_BUF)  # as much as a writable pipe takes without blocking
+                else:
                     full.append(channel)
             if pidfd in readable:
                 return
 
     def _without_thread(self) -> list[_Channel]:
         return [channel for channel in self._channels if channel.thread is None and not channel.closed]
-
-    def _forward_once(self, channel: _Channel) -> bool:
-        """Forward what is there; False if the target does not take it now."""
-        if not select.select([], [channel.target], [], 0)[1]:
-            return False
-        try:
-            data = _read(channel.source, select.PIPE_BUF)  # as much as a writable pipe takes without blocking
-            if data:
-                self._pass(channel, data)
-                return True
-        except OSError:
-            pass  # our reader closed its end
-        channel.closed = True
-        with contextlib.suppress(OSError):
-            os.close(channel.source)
-        return True
 
     def abandon(self) -> None:
         """Close everything: the job did not start."""
@@ -325,13 +365,23 @@ class JobOutput:
         self._channels.clear()
 
     def finish(self, within: float) -> None:
-        """Wait until all output is forwarded, at most that long: a leftover process may hold the other end."""
+        """Wait until the job's output is forwarded, however long the reader takes; until ``give_up_at`` at most.
+
+        A leftover process may hold the other end, and write to it: its output is forwarded only so many seconds longer.
+        """
         deadline = time.monotonic() + within
-        for channel in self._channels:
-            if channel.thread is not None:
-                channel.thread.join(max(0.0, deadline - time.monotonic()))
-        while self._without_thread() and time.monotonic() < deadline:
-            self.forward(_STEP, None)
+        with self._lock:
+            there = [(one, one.taken + _readable(one.source)) for one in self._channels if not one.closed]
+        while True:
+            now = time.monotonic()
+            limit = deadline if now < deadline else self.give_up_at
+            left = [one for one, all_of_it in there if not one.closed and (now < deadline or one.passed < all_of_it)]
+            if not left or now >= limit:
+                return
+            if left[0].thread is not None:
+                left[0].thread.join(_STEP)
+            else:
+                self.forward(_STEP, None)
 
     def begin_line(self, target: int = 2) -> None:
         """End the job's unfinished line, if it and ``target`` go to the same file.
@@ -345,11 +395,10 @@ class JobOutput:
                     with contextlib.suppress(OSError):
                         os.write(target, b"\n")
 
-    def resize(self) -> None:
-        """Copy the terminal's size to the pseudo-terminals."""
-        for channel in self._channels:
-            if channel.terminal:
-                _copy_size(channel.target, channel.source)
+    def resize(self) -> bool:
+        """Copy the terminal's size to the pseudo-terminals; whether one of them changed."""
+        terminals = [channel for channel in self._channels if channel.terminal and not channel.closed]
+        return bool([one for one in terminals if _copy_size(one.target, one.source)])
 
     def _channel(self, target: int) -> _Channel:
         terminal = os.isatty(target) and sys.platform != "win32"
@@ -362,26 +411,64 @@ class JobOutput:
         return channel
 
     def _pump(self, channel: _Channel) -> None:
-        try:
-            while data := _read(channel.source):
-                self._pass(channel, data)
-        except OSError:
-            pass  # our reader closed its end
-        finally:
+        while not channel.closed:
+            if _POSIX:
+                select.select([channel.source], [], [])
+            self._pass(channel)
+
+    def _pass(self, channel: _Channel, most: int = _CHUNK) -> None:
+        """Pass on what is there; close the channel at its end, and where its target cannot be written."""
+        waited = None if _POSIX else _read(channel.source, most)  # there select does not take pipes
+        with self._lock:
+            data = _read(channel.source, most) if waited is None else waited
+            self.tail.feed(data)
+            self.count += len(data)
+            channel.taken += len(data)
+        view, problem = memoryview(data), None
+        while view and problem is None:
+            try:
+                size = os.write(channel.target, view)
+                view = view[size:]
+                channel.passed += size
+            except BlockingIOError:  # a program that shares it has made it non-blocking
+                select.select([], [channel.target], [])
+            except OSError as refused:
+                problem = refused
+        if data and problem is None:
+            channel.within_line = not data.endswith(b"\n")
+            return
+        reader_went = (errno.EPIPE, errno.ECONNRESET)
+        if problem is not None and problem.errno not in reader_went:
+            self.error = OSError(problem.errno, problem.strerror, _file_of(channel.target))
+        with self._lock:
+            channel.closed = True
             with contextlib.suppress(OSError):
                 os.close(channel.source)
 
-    def _pass(self, channel: _Channel, data: bytes) -> None:
-        with self._lock:
-            self.tail.feed(data)
-            self.count += len(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(channel.target, view) :]
-        channel.within_line = not data.endswith(b"\n")
+
+def _readable(source: int) -> int:
+    """Bytes that can be read without waiting."""
+    if sys.platform == "win32":
+        return 0
+    import fcntl
+    import termios
+
+    size = bytearray(4)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(source, termios.FIONREAD, size)
+    return int.from_bytes(size, sys.byteorder)
 
 
-def _read(source: int, most: int = _CHUNK) -> bytes:
+def _file_of(descriptor: int) -> str | None:
+    """The path of an open file; None for a pipe, a socket or a terminal, and where it is unknown."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return None
+    return path if path.startswith("/") and not path.startswith("/dev/") else None
+
+
+def _read(source: int, most: int) -> bytes:
     try:
         return os.read(source, most)
     except OSError:  # EIO: the other side of a pseudo-terminal was closed
@@ -408,12 +495,16 @@ def _pseudo_terminal(target: int) -> tuple[int, int]:
     return source, end
 
 
-def _copy_size(from_terminal: int, to_terminal: int) -> None:
+def _copy_size(from_terminal: int, to_terminal: int) -> bool:
     import fcntl
     import termios
 
     with contextlib.suppress(OSError):
-        fcntl.ioctl(to_terminal, termios.TIOCSWINSZ, fcntl.ioctl(from_terminal, termios.TIOCGWINSZ, b"\0" * 8))
+        new, old = (fcntl.ioctl(one, termios.TIOCGWINSZ, b"\0" * 8) for one in (from_terminal, to_terminal))
+        if new != old:
+            fcntl.ioctl(to_terminal, termios.TIOCSWINSZ, new)
+            return True
+    return False
 
 
 def with_loader(environment: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ are known, and a sample takes 0.6 ms instead of 4.3 (one process among eighty).
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import threading
@@ -21,20 +22,23 @@ from dataclasses import dataclass, field, replace
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.copy_on_write import WorkerCopies
-from legroom.probe.filesystems_and_cgroups import Version, mounts
+from legroom.probe.filesystems_and_cgroups import Cgroup, cgroup, mounts
+from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import process_at
+from legroom.probe.nvml import NvmlSession
+from legroom.probe.process_and_limits import parse_limits, process_at, stat_fields
 from legroom.probe.ram_swap_and_pressure import (
     SwapCounters,
-    level_at,
-    memory,
+    memory_in,
     parse_pressure,
     pressure,
+    ram_pool,
+    rate,
     read_swap_counters,
 )
 from legroom.records.failure import Level, Reading
 from legroom.records.finding_and_alarm import Alarm
-from legroom.records.machine import CgroupLevel, MemoryEvents, Pool
+from legroom.records.machine import Gpus, MemoryEvents, Pool
 from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.rescue.job_shm_files import JobShmFiles
@@ -47,9 +51,8 @@ _GPU_EVERY = 5.0
 _MOST = 4000
 _SHM = "/dev/shm"
 _PRESSURE = "/proc/pressure/memory"
-_PAGE = 4096
 _MOST_PROCESSES = 64  # whose descriptors are counted
-_FIND_LIMIT_EVERY = 30  # reads between searches: limits may change while the job runs
+_FIND_GROUP_EVERY = 30  # reads of RAM between searches for the cgroup: a process may be moved
 _EVERY = 1.0
 _MAPS_EVERY = 10.0  # listing a torch process's thousand mappings takes a millisecond
 _MOST_CWDS = 8
@@ -82,7 +85,7 @@ class JobSampler:
     pids: Callable[[], list[int]]  # the job's processes
     written: Callable[[], int] = int  # bytes of output so far
     clock: Callable[[], float] = time.monotonic
-    read_gpus: Callable[[], GpuLevels] | None = None
+    read_gpus: Callable[[], GpuLevels] = GpuLevels
     history: list[Reading] = field(default_factory=list)
     peaks: dict[str, Level] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)  # the job's processes at the last slow sample
@@ -90,23 +93,22 @@ class JobSampler:
     gpus: GpuLevels = field(default_factory=GpuLevels)
     victims: OomVictims = field(init=False)
     shm_files: JobShmFiles = field(init=False)
-    _ram: RamLevel = field(init=False)
+    _group: Cgroup | None = None  # of the job's memory
+    _group_reads: int = 0
     _began: float = 0.0
     _slow_at: float = 0.0
-    _gpu_at: float = 0.0
     _refaults: int | None = None
     _held: int = 0  # the cgroup's peak before the start: attempts share one cgroup
     _kept_shm: Level | None = None
 
     def __post_init__(self) -> None:
-        self._ram = RamLevel(self.host)
         self.victims = OomVictims(self.host, self.cgroup)
         self.shm_files = JobShmFiles(self.host, self.clock)
 
     def begin(self) -> None:
         """Read the counters before the job starts."""
         self._began = self.clock()
-        self._slow_at = self._gpu_at = float("-inf")
+        self._slow_at = float("-inf")
         self.victims.begin()
         self._refaults = self.cgroup.swapped_back(self.host)
         self._held = self.cgroup.peak(self.host) or 0
@@ -177,22 +179,29 @@ class JobSampler:
         pids = self.present = self.pids()
         self.victims.measure(pids)
         self.shm_files.add_processes(pids)
-        if (ram := self._ram.read(str(pids[0]) if pids else "self")) is not None:
+        if (ram := self._ram(str(pids[0]) if pids else "self")) is not None:
             levels["ram"] = ram
         if (swap := self._swap()) is not None:
             levels["swap"] = swap
         if (fds := self._descriptors(pids)) is not None:
             levels["fds"] = fds
-        if self.read_gpus is not None and self.clock() - self._gpu_at >= _GPU_EVERY:
-            self._gpu_at, self.gpus = self.clock(), self.read_gpus()
+        self.gpus = self.read_gpus()
         levels.update(self.gpus.levels)
         for name, level in levels.items():
             self._peak(name, level)
         return Reading(self.age, levels, self._swapped_back(), self.kills(), self._stalled())
 
+    def _ram(self, pid: str) -> Level | None:
+        """Usage of the tightest cgroup limit above a process, or of the machine's RAM."""
+        if self._group is None or self._group_reads % _FIND_GROUP_EVERY == 0:
+            self._group = cgroup(self.host, "memory", pid)
+        self._group_reads += 1
+        pool = ram_pool(memory_in(self.host, self._group))
+        return None if pool.used is None or pool.size is None else Level(pool.used, pool.size)
+
     def _swapped_back(self) -> int | None:
         now = self.cgroup.swapped_back(self.host)
-        return None if now is None or self._refaults is None else max(0, now - self._refaults) * _PAGE
+        return None if now is None or self._refaults is None else max(0, now - self._refaults) * mmap.PAGESIZE
 
     def _stalled(self) -> float | None:
         """PSI of the job's own cgroup (v2), otherwise of the machine."""
@@ -207,8 +216,6 @@ class JobSampler:
 
     def _descriptors(self, pids: list[int]) -> Level | None:
         """Descriptors of the process nearest its limit."""
-        from legroom.probe.process_and_limits import parse_limits
-
         found = {}
         for pid in pids[:_MOST_PROCESSES]:
             names = self.host.names(f"/proc/{pid}/fd")
@@ -235,79 +242,76 @@ class JobSampler:
             self.history = self.history[:half:2] + self.history[half:]
 
 
+@dataclass
+class GpuReader:
+    """Reads GPU memory every few seconds, in a thread: NVML may not answer for minutes once a GPU is lost."""
+
+    host: Host
+    reason: str | None = None  # why no GPU is read
+    _levels: GpuLevels = field(default_factory=GpuLevels)
+    _read_at: float = float("-inf")
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Start reading, where there is a GPU."""
+        if self.host.exists("/dev/nvidiactl") and start_daemon_thread(self._run, "legroom-gpus") is None:
+            self.reason = say("GPU memory: {why}", why=why_no_thread())
+
+    def now(self) -> GpuLevels:
+        """The last reading; nothing if it is old."""
+        return self._levels if time.monotonic() - self._read_at < 3 * _GPU_EVERY else GpuLevels()
+
+    def close(self) -> None:
+        """Read no more. A call that is not answered is not waited for."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        session = NvmlSession()  # without it each reading would open every GPU again
+        while not self._stop.is_set():
+            found = gpus(self.host)
+            if found.cards:
+                session.open()
+            self._levels, self._read_at = _levels(found), time.monotonic()
+            self._stop.wait(_GPU_EVERY)
+        session.close()
+
+
+def _levels(found: Gpus) -> GpuLevels:
+    pools = {pool.name: Level(pool.used, pool.size) for pool in gpu_pools(found) if pool.used is not None and pool.size}
+    held: dict[int, int] = {}
+    for card in found.cards:
+        for user in card.processes or ():
+            if user.used is not None and user.command is not None:  # otherwise the pid is from another namespace
+                held[user.pid] = held.get(user.pid, 0) + user.used
+    return GpuLevels(pools, held)
+
+
 def _by_age(steps: tuple[tuple[float, float], ...], age: float) -> float:
     return next(pause for until, pause in steps if age < until)
 
 
-def recent_rate(history: list[Reading], seconds: float = 10.0) -> float | None:
-    """Bytes per second swapped in over the last seconds."""
+def recent_rate(history: list[Reading]) -> float | None:
+    """Bytes per second swapped in over the last ten seconds."""
     known = [reading for reading in history if reading.swapped_back is not None]
     if len(known) < 2:
         return None
     end = known[-1]
-    start = next((one for one in known if one.when >= end.when - seconds), known[0])
+    start = next((one for one in known if one.when >= end.when - 10.0), known[0])
     if end.when - start.when < 0.5:
         return None
     return ((end.swapped_back or 0) - (start.swapped_back or 0)) / (end.when - start.when)
 
 
-def worst_stall(history: list[Reading], seconds: float = 15.0) -> float | None:
-    """The worst PSI average of the last seconds."""
-    if not history:
-        return None
-    since = history[-1].when - seconds
-    return max((one.stalled for one in history if one.stalled is not None and one.when >= since), default=None)
+def worst_stall(history: list[Reading]) -> float | None:
+    """The worst PSI average of the last 15 seconds."""
+    recent = (one.stalled for one in history if one.when >= history[-1].when - 15.0)
+    return max((stalled for stalled in recent if stalled is not None), default=None)
 
 
 def seconds_unread(history: list[Reading], pool: str) -> float | None:
     """Seconds from a pool's last sample to the end; None if it was never sampled."""
     samples = [one.when for one in history if pool in one.levels]
     return history[-1].when - samples[-1] if samples else None
-
-
-def thinned(history: list[Reading], most: int = 600) -> tuple[Reading, ...]:
-    """About that many readings; the last 60 are all kept."""
-    if len(history) <= most:
-        return tuple(history)
-    step = len(history) // most + 1
-    return (*history[:-60:step], *history[-60:])
-
-
-@dataclass
-class RamLevel:
-    """Usage of the tightest cgroup limit above a process, or of the machine's RAM.
-
-    The limit is searched for now and then; in between only that one is read.
-    """
-
-    host: Host
-    _tightest: str | None = None  # the group that has it
-    _version: Version | None = None
-    _reads: int = 0
-
-    def read(self, pid: str) -> Level | None:
-        """How full it is now; None if unreadable."""
-        if self._reads % _FIND_LIMIT_EVERY == 0:
-            self._find_tightest(pid)
-        self._reads += 1
-        if self._tightest is not None and self._version is not None:
-            level = level_at(self.host, self._version, self._tightest)
-            if level.limit is not None and level.unreclaimable is not None:
-                return Level(level.unreclaimable, level.limit)
-        info = self.host.table("/proc/meminfo")
-        total, available = info.get("MemTotal"), info.get("MemAvailable")
-        return None if total is None or available is None else Level(max(0, total - available), total)
-
-    def _find_tightest(self, pid: str) -> None:
-        found = memory(self.host, pid)
-        limited = [level for level in found.levels if _limits(level, found.total)]
-        tight = min(limited, key=lambda level: level.limit or 0, default=None)
-        self._tightest = None if tight is None else tight.path
-        self._version = found.cgroup
-
-
-def _limits(level: CgroupLevel, total: int | None) -> bool:
-    return level.limit is not None and (total is None or level.limit < total)
 
 
 @dataclass
@@ -430,26 +434,22 @@ class StallDetector:
     _cpu: float = 0.0
     _written: int = -1
 
-    def idle_for(self, now: float, cpu: float, written: int) -> float:
-        """Seconds since the job last printed or used CPU; takes its CPU seconds and output bytes so far."""
+    def stalled(self, now: float, cpu: float, written: int) -> bool:
+        """Whether the job printed nothing and used no CPU for longer; takes its CPU seconds and output bytes so far."""
         span = 0.0 if self._since is None else now - self._since
         worked = cpu - self._cpu > max(0.05, span * _IDLE)
         # The sum of CPU time falls when a worker exits: that counts as activity.
         if self._since is None or worked or cpu < self._cpu or written != self._written:
             self._since, self._cpu, self._written = now, cpu, written
-            return 0.0
-        return span
-
-    def stalled(self, now: float, cpu: float, written: int) -> bool:
-        """Whether it has been idle for longer than the limit."""
-        return self.limit > 0 and self.idle_for(now, cpu, written) >= self.limit
+            return False
+        return 0 < self.limit <= span
 
 
 def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
     """CPU time that these processes have used."""
     total = 0
     for pid in pids:
-        fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        fields = stat_fields(host, pid)
         if len(fields) > 12:
             total += int(fields[11]) + int(fields[12])
     return total / _TICKS
@@ -462,10 +462,12 @@ class JobAlarms:
     sampler: JobSampler
     raised: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
     _alarms: AlarmTracker = field(default_factory=AlarmTracker)
-    _born: dict[int, float | None] = field(default_factory=dict)
+    _rows: dict[int, ProcessRow] = field(default_factory=dict)  # by pid, as last read
     _swap: SwapCounters | None = None
-    _copies: WorkerCopies | None = None  # once there are processes that may be forked workers
-    _copied: dict[int, tuple[int | None, float | None]] = field(default_factory=dict)  # by pid, as last read
+    _copies: WorkerCopies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._copies = WorkerCopies(self.sampler.host)
 
     def update(self, reading: Reading) -> tuple[Alarm, ...]:
         """Alarms that begin or turn critical with this reading; ``since`` counts from the job's start."""
@@ -476,8 +478,9 @@ class JobAlarms:
 
     def _sample(self, reading: Reading) -> Sample:
         sampler = self.sampler
-        rows = self._rows(reading)
+        rows = self._read_rows(reading)
         inward, outward = self._swap_rates()
+        scope = "machine" if sampler.cgroup.path is None else "cgroup"
         _, source = sampler.cgroup.counters(sampler.host)
         return Sample(
             when=reading.when,
@@ -490,55 +493,42 @@ class JobAlarms:
             swap_in=inward,
             swap_out=outward,
             pressure=pressure(sampler.host, str(rows[0].pid) if rows else "self"),
-            events=MemoryEvents(reading.oom_kills, None, None, "cgroup", source),
+            events=MemoryEvents(reading.oom_kills, None, None, scope, source),
         )
 
-    def _rows(self, reading: Reading) -> tuple[ProcessRow, ...]:
-        sampler, first = self.sampler, not self._born
+    def _read_rows(self, reading: Reading) -> tuple[ProcessRow, ...]:
+        sampler, before = self.sampler, self._rows
         fds = reading.levels.get("fds")
-        rows = []
+        new = ProcessRow(0, 0, "", born=reading.when if before else None)
+        self._rows = {}
         for pid in sampler.present:
             found = process_at(sampler.host, pid)
             if found is None:
                 continue
             nearest = fds if pid == sampler.nearest else None
-            row = ProcessRow(
-                pid,
-                found.parent,
-                found.command[:_LONGEST_COMMAND],
+            self._rows[pid] = replace(
+                before.get(pid, new),
+                pid=pid,
+                parent=found.parent,
+                command=found.command[:_LONGEST_COMMAND],
                 rss=found.rss,
                 rss_shmem=found.rss_shmem,
                 swap=found.swap,
                 fds=nearest.used if nearest else None,
                 fd_limit=nearest.size if nearest else None,
                 gpu=sampler.gpus.held.get(pid),
-                born=self._born.setdefault(pid, None if first else reading.when),
             )
-            rows.append(row)
-        self._born = {row.pid: row.born for row in rows}
-        if self._copies is None and len(rows) > 1:
-            self._copies = WorkerCopies(self.sampler.host)
-        read = self._copies.update(rows, reading.when) if self._copies is not None else {}
-        self._copied |= {pid: (row.copied, row.copied_at) for pid, row in read.items()}
-        self._copied = {pid: known for pid, known in self._copied.items() if pid in self._born}
-        unread = (None, None)
-        return tuple(
-            replace(row, copied=known[0], copied_at=known[1])
-            for row in rows
-            for known in (self._copied.get(row.pid, unread),)
-        )
+        self._rows |= self._copies.update(self._rows.values(), reading.when)
+        return tuple(self._rows.values())
 
     def _swap_rates(self) -> tuple[float | None, float | None]:
         """Bytes per second swapped in and out on the machine since the last sample."""
         before, now = self._swap, read_swap_counters(self.sampler.host)
         self._swap = now
-        if before is None or now.when <= before.when:
+        if before is None:
             return None, None
-        pairs = ((before.swapped_in, now.swapped_in), (before.swapped_out, now.swapped_out))
-        inward, outward = (
-            None if old is None or new is None else max(0, new - old) / (now.when - before.when) for old, new in pairs
-        )
-        return inward, outward
+        seconds = now.when - before.when
+        return rate(before.swapped_in, now.swapped_in, seconds), rate(before.swapped_out, now.swapped_out, seconds)
 
 
 def _pool(name: str, level: Level) -> Pool:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.probe.shm import kind_of, maker_of, shm
 from legroom.probe.shm_segments import SHM, Segments, file_at
 from legroom.records.failure import Level, LogFacts
@@ -29,7 +30,6 @@ from legroom.rescue.find_failures_in_log import WINDOW
 
 _SHARE = 0.02  # of one core, for looking at new files
 _AGAIN = 1.0  # seconds until files without a known user are looked up again
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # the machine's own, fixed in the kernel
 
 
 class JobShmFiles:
@@ -38,7 +38,7 @@ class JobShmFiles:
     def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic) -> None:
         self._host, self._clock = host, clock
         self._before = frozenset(host.names(SHM))
-        self._pids_are_unique = host.link("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
+        self._pids_are_unique = bool(in_initial_namespace(host, "pid"))
         self._segments: Segments | None = None
         self._processes: set[int] = set()  # all that the job has had
         self._used: set[str] = set()

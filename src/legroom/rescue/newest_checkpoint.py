@@ -47,9 +47,12 @@ def newest_complete(pattern: str, before: Collection[Stamp] = ()) -> FoundCheckp
     passed: list[str] = []
     older: str | None = None
     for path in _matches(pattern):
+        old = bool(before) and stamp(Path(path)) in before
+        if old and older is not None:
+            continue  # checking all shards of a checkpoint takes long on a network file system
         problem = why_incomplete(Path(path))
-        if stamp(Path(path)) in before:
-            older = older or (path if problem is None else None)
+        if old:
+            older = path if problem is None else None
         elif problem is None:
             return FoundCheckpoint(path, tuple(passed))
         else:
@@ -96,8 +99,10 @@ def why_incomplete(path: Path) -> str | None:
     """Why that checkpoint is incomplete, or None."""
     try:
         return _directory(path) if path.is_dir() else _file(path)
-    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile) as problem:
+    except (OSError, ValueError, struct.error, zipfile.BadZipFile) as problem:
         return str(problem) or type(problem).__name__
+    except Exception:  # a header of another shape than its format's: anything may fail
+        return say("damaged")
 
 
 def _file(path: Path) -> str | None:

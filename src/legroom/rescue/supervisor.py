@@ -10,13 +10,16 @@ the settings of later runs (`within_limits` in retry_settings.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
+from legroom.errors import UsageError
 from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_on, remember
 from legroom.messages import counted, listed, phrase, say, step_label
 from legroom.probe.host_files_and_syscalls import Host
@@ -24,7 +27,7 @@ from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings_and_flags import VARIABLE, LoaderSettings, from_environment, to_environment
 from legroom.records.machine import Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
-from legroom.rescue.job_attempt import RunningAttempt, RunOptions
+from legroom.rescue.job_attempt import RunningAttempt, RunOptions, working_directory
 from legroom.rescue.job_process import find_command, loader_replaceable, with_loader
 from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
 from legroom.rescue.retry_settings import (
@@ -44,6 +47,7 @@ from legroom.rescue.retry_settings import (
     within_limits,
 )
 from legroom.rescue.verdict_from_exit import process_name
+from legroom.system.processes_and_threads import adopting_orphans
 from legroom.units import format_duration, format_size
 
 _BELOW = " " * 8
@@ -77,13 +81,20 @@ class Supervisor:
     def run(self) -> SupervisedRun:
         """Run the command until it succeeds or no retry is left."""
         find_command(self.options.command[0])
+        if self.options.retries:
+            from_environment(self.options.environment)  # an error in it is reported now, not after a failure
+        if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # Inherited: the kernel would drop the job's exit status. The main thread alone may change it.
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         began, cpu = time.time(), time.process_time()
         if self.options.checkpoint is not None and not self.options.resume_existing:
             self.existing = stamps(self.options.checkpoint)
         cgroup = make_job_cgroup(self.host, f"legroom-run-{os.getpid()}")
         isolation = _isolation(cgroup)
         try:
-            attempts, stopped = self._attempts(cgroup)
+            with adopting_orphans():  # so that processes of a failed attempt in other sessions are found, and killed
+                attempts, stopped = self._attempts(cgroup)
         finally:
             cgroup.close()
         return SupervisedRun(
@@ -92,7 +103,7 @@ class Supervisor:
 
     def _attempts(self, cgroup: JobCgroup) -> tuple[list[Attempt], str | None]:
         options = self.options
-        key = command_key(options.command, options.named, os.getcwd())
+        key = command_key(options.command, options.named, working_directory() or "")
         limited = self._limited(key)
         changed = self._start_within(limited)
         attempts: list[Attempt] = []
@@ -158,7 +169,6 @@ class Supervisor:
         return environment
 
     def _step(self, attempts: Sequence[Attempt], *, asked: bool) -> RetryStep:
-        now = self._changeable_settings()
         verdict = attempts[-1].verdict
         assert verdict is not None
         if asked:
@@ -173,7 +183,7 @@ class Supervisor:
         killed = sum(1 for one in attempts if one.verdict and one.verdict.cause == "worker-killed")
         return next_step(
             verdict,
-            now,
+            self._changeable_settings(),
             descriptors_raised=self.raise_descriptors,
             repeated=killed > 1,
             last_change=None if change is None else change.why,
@@ -237,7 +247,10 @@ class Supervisor:
     def _limited(self, key: str) -> LoaderSettings:
         """What the limits of an earlier run change in the command as given."""
         found = recall_on(self.machine, "run", key, self.options.environment)
-        return LoaderSettings() if found is None else within_limits(self._as_given(), found.settings, found.asked)
+        if found is not None:
+            with contextlib.suppress(UsageError):  # LEGROOM_SETTINGS: without retries it is not Legroom that reads it
+                return within_limits(self._as_given(), found.settings, found.asked)
+        return LoaderSettings()
 
     def _start_within(self, limited: LoaderSettings) -> list[str]:
         if self.options.fresh or not self.options.retries or not limited.given():

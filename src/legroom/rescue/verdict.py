@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.advice import fix_commands
+from legroom.advice.fit_on_machine import power_of_two
 from legroom.messages import phrase, say
 from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, longest_socket
-from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Sign, Verdict, unknown
+from legroom.records.failure import Cause, Evidence, Likely, Role, RuleResult, Sign, Verdict, exit_line, unknown
 from legroom.records.machine import Machine, RuntimeEnvironment
 from legroom.rescue import verdict_from_exit, verdict_from_log
 from legroom.rescue.find_failures_in_log import Signs, quoted_line
@@ -45,6 +46,7 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_log.gpu_library,
     verdict_from_log.gpu_refused,
     verdict_from_log.bus,
+    verdict_from_log.output,
     verdict_from_exit.swapping,
     verdict_from_exit.ended_by,
     verdict_from_exit.worker_killed,
@@ -118,13 +120,11 @@ def classify(evidence: Evidence) -> Verdict:
     result = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
     if evidence.log.not_a_log is not None:
         summary = say("the file is not the log of a job, so its text is not evidence of a failure.")
-        result = unknown(
-            (evidence.log.not_a_log, result.lines[-1]), "ram-oom-kill", "killed", "not-memory", summary=summary
-        )
+        result = unknown((evidence.log.not_a_log,), "ram-oom-kill", "killed", "not-memory", summary=summary)
     if signs.later_death is not None and result.cause not in _OTHER_ENDS:
         result = _either(result, signs.later_death)
     confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
-    lines, victim = result.lines, None
+    lines, victim = (*result.lines, exit_line(evidence.ending)), None  # a rule may have put it first
     if result.cause != "ram-oom-kill":
         lines = (*lines, *verdict_from_exit.oom_lines(evidence))  # always report an OOM kill
     if result.cause == "unknown":
@@ -157,51 +157,19 @@ def _refused(evidence: Evidence) -> Role | None:
 
 def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdict:
     """The verdict with the fixes for that machine."""
-    ram = machine.pool("ram")
-    lines = fixes(
-        verdict.cause,
-        machine.runtime,
-        ram=None if ram is None else ram.size,
-        total_ram=machine.memory.total,
-        shm=evidence.peaks.get("shm"),
-        nofile=machine.limits.nofile_soft,
-        here=machine.shm.size if machine.shm.mounted else None,
-        keyboard=evidence.keyboard,
-        interrupted=verdict_from_exit.by_sigint(evidence),
-        crashed=verdict_from_exit.crashed_untraced(evidence, verdict),
-        disks=tuple(verdict_from_log.full_disks(evidence) or evidence.full_before)
-        if verdict.cause == "disk-full"
-        else (),
-    )
-    return replace(verdict, fix=lines)
+    return replace(verdict, fix=_fixes(verdict, evidence, machine))
 
 
-def fixes(
-    cause: Cause,
-    runtime: RuntimeEnvironment,
-    *,
-    ram: int | None,
-    shm: Level | None,
-    nofile: int | None,
-    here: int | None = None,
-    total_ram: int | None = None,
-    keyboard: bool = False,
-    interrupted: bool = False,
-    crashed: bool = False,
-    disks: tuple[str, ...] = (),
-) -> tuple[str, ...]:
-    """The fixes for that cause in that environment.
-
-    ``ram`` is the RAM limit, ``total_ram`` the machine's RAM, ``here`` the size of /dev/shm now;
-    ``keyboard``: Ctrl-C at this terminal; ``interrupted``: SIGINT, wherever it came from; ``crashed``: in native code,
-    without a Python traceback; ``disks``: directories on the disks that were full.
-    """
+def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str, ...]:
+    cause, runtime, pool = verdict.cause, machine.runtime, machine.pool("ram")
+    ram = None if pool is None else pool.size
     if cause == "shm-full":
         wanted = fix_commands.advised_shm(ram)
-        if shm is not None:
-            bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
+        if (peak := evidence.peaks.get("shm")) is not None:
+            bigger = max(_LEAST_SHM, 2 * power_of_two(peak.size))
             wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
         # A log may come from elsewhere, and a large /dev/shm may be full: never advise a smaller one.
+        here = machine.shm.size if machine.shm.mounted else None
         larger = (_large_already(here),) if here and here >= wanted else fix_commands.enlarge_shm(runtime, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
@@ -210,30 +178,30 @@ def fixes(
             *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
-        return _more_ram(runtime, ram, total_ram)
+        return _more_ram(machine, ram)
     if cause == "swap-thrash":
         return fix_commands.settle_swap(runtime, moving=True)
     if cause == "gpu-oom":
         return fix_commands.use_less_gpu(runtime)
     if cause == "pinned-exhausted":
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
-        return (less, *_more_ram(runtime, ram, total_ram))
+        return (less, *_more_ram(machine, ram))
     if cause == "fds-exhausted":
-        return fix_commands.raise_nofile(runtime, nofile or 1024, None)
+        return fix_commands.raise_nofile(runtime, machine.limits.nofile_soft or 1024, None)
     if cause == "processes-exhausted":
         return _more_processes(runtime)
     if cause == "map-count":
         return _more_maps(runtime)
     if cause == "disk-full":
-        return fix_commands.free_disk(*disks)
+        return fix_commands.free_disk(*(verdict_from_log.full_disks(evidence) or evidence.full_before))
     if cause == "tmpdir-too-long":
         return fix_commands.shorten_temporary(TMPDIR_VARIABLES[0], longest_socket(runtime.platform) - SOCKET_TAIL)
     if cause == "worker-killed":
         who = say("find out what killed it: a time limit, another user, an OOM daemon (journalctl, dmesg)")
         return (who, say("check:\nlegroom doctor"))
-    if cause == "killed" and keyboard:
+    if cause == "killed" and evidence.keyboard:
         return ()
-    if cause == "killed" and interrupted:
+    if cause == "killed" and verdict_from_exit.by_sigint(evidence):
         return (
             say(
                 "SIGINT is what Ctrl-C sends, also through a notebook or a launcher. If that was not you, find out "
@@ -246,7 +214,7 @@ def fixes(
         )
     if cause == "unknown":
         return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
-    if crashed:
+    if verdict_from_exit.crashed_untraced(evidence, verdict):
         return (
             say("print the Python lines at which it crashes:\npython -X faulthandler SCRIPT …"),
             say("behind a launcher, in the shell that starts the job:\nexport PYTHONFAULTHANDLER=1"),
@@ -258,10 +226,11 @@ def fixes(
     )
 
 
-def _more_ram(runtime: RuntimeEnvironment, ram: int | None, total_ram: int | None) -> tuple[str, ...]:
+def _more_ram(machine: Machine, ram: int | None) -> tuple[str, ...]:
     """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
-    limited = ram is not None and (total_ram is None or ram < total_ram)
-    return fix_commands.raise_ram_limit(runtime, ram if limited else None, total_ram, running=False)
+    total = machine.memory.total
+    limited = ram is not None and (total is None or ram < total)
+    return fix_commands.raise_ram_limit(machine.runtime, ram if limited else None, total, running=False)
 
 
 def _more_processes(runtime: RuntimeEnvironment) -> tuple[str, ...]:
@@ -284,10 +253,6 @@ def _large_already(size: int) -> str:
         "size where the job failed:\nlegroom doctor",
         size=format_size(size),
     )
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, (size - 1).bit_length())
 
 
 def verdict_object(verdict: Verdict | None) -> dict[str, Any]:

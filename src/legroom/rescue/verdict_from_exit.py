@@ -63,7 +63,7 @@ def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     name = signal_name(evidence.asked_to_stop)
     line = say("legroom received {name} and passed it on", name=name)
-    return RuleResult("killed", 1.0, (line, exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
+    return RuleResult("killed", 1.0, (line,), summary=ctrl_c_summary(evidence))
 
 
 def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -91,9 +91,7 @@ def oom_behind_success(evidence: Evidence, signs: Signs) -> RuleResult | None:
         "the command exited with 0, but the OOM killer killed one of its processes. A pipe (`| tee`) or "
         "`wait` hides the status; `set -o pipefail` shows it."
     )
-    return RuleResult(
-        "ram-oom-kill", 0.9, (*kills, *_ram_peak_lines(evidence), exit_line(evidence.ending)), summary=summary
-    )
+    return RuleResult("ram-oom-kill", 0.9, (*kills, *_ram_peak_lines(evidence)), summary=summary)
 
 
 def oom_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -125,7 +123,7 @@ def oom_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
         sure = 0.85
     if count is not None and not count.own and not evidence.kernel:
         sure = min(sure, 0.9)
-    return RuleResult("ram-oom-kill", sure, (*lines, *_ram_peak_lines(evidence), exit_line(ending)))
+    return RuleResult("ram-oom-kill", sure, (*lines, *_ram_peak_lines(evidence)))
 
 
 def oom_lines(evidence: Evidence) -> list[str]:
@@ -223,7 +221,7 @@ def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     if not (_killed(evidence) or (evidence.ending and evidence.ending.signal == _SIGTERM) or _is_consequence(evidence)):
         return None
-    return RuleResult("ram-oom-kill", 0.93, (*evidence.killers[:3], exit_line(evidence.ending)))
+    return RuleResult("ram-oom-kill", 0.93, evidence.killers[:3])
 
 
 def oom_shared(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -236,11 +234,11 @@ def oom_shared(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if count is not None and count.unattributed:
         if (count.before_end or 0.0) > _AT_THE_END and _killed(evidence):
             return None
-        return RuleResult("ram-oom-kill", 0.65, (_unattributed(count), *lines, exit_line(evidence.ending)))
+        return RuleResult("ram-oom-kill", 0.65, (_unattributed(count), *lines))
     peak = evidence.peaks.get("ram")
     if count is None and peak is not None and peak.share >= _FULL:
         full = level_line(say("RAM just before the end"), peak)
-        return RuleResult("ram-oom-kill", 0.65, (full, *lines, exit_line(evidence.ending)))
+        return RuleResult("ram-oom-kill", 0.65, (full, *lines))
     return None
 
 
@@ -255,7 +253,7 @@ def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
         # From another or an earlier job, unless the job ran elsewhere, under a scheduler's launcher.
         lines.append(say("oom_kill shows no kill in this job ({source})", source=count.source))
         sure = 0.6
-    return RuleResult("ram-oom-kill", sure, (*lines, exit_line(evidence.ending)))
+    return RuleResult("ram-oom-kill", sure, tuple(lines))
 
 
 def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -275,14 +273,14 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
     moved = evidence.swapped_back or 0
     hint = signs.first("swap-hint")
     if moved >= _THRASH and (evidence.stalled or 0) >= _STALLED:
-        return RuleResult("swap-thrash", 0.9, (*lines, exit_line(evidence.ending)))
+        return RuleResult("swap-thrash", 0.9, tuple(lines))
     if moved >= _THRASH_ALONE:
-        return RuleResult("swap-thrash", 0.8, (*lines, exit_line(evidence.ending)))
+        return RuleResult("swap-thrash", 0.8, tuple(lines))
     if not evidence.live and timeout and hint:
         return RuleResult("swap-thrash", 0.6, (quoted_line(hint), *lines))
     if moved >= _SOME_SWAP and (timeout or (evidence.ending and evidence.ending.by_signal(_SIGABRT))):
         # A watchdog lost patience while the job swapped. On a slow or busy disk that is all that thrashing moves.
-        return unknown((*lines, exit_line(evidence.ending)), "swap-thrash", "not-memory")
+        return unknown(tuple(lines), "swap-thrash", "not-memory")
     return None
 
 
@@ -308,7 +306,7 @@ def worker_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("worker-killed")
     if sign is None:
         return None
-    lines = (quoted_line(sign), _counter_line(evidence), exit_line(evidence.ending))
+    lines = (quoted_line(sign), _counter_line(evidence))
     if not _counted_none(evidence):
         if "Terminated" in sign.line:  # the OOM killer sends SIGKILL
             return unknown(lines, "worker-killed", "killed", "ram-oom-kill")
@@ -321,7 +319,7 @@ def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("worker-crash", "crash", "abort")
     if sign is None or _before(signs.text("child-killed"), sign):
         return None
-    lines = (quoted_line(sign), exit_line(evidence.ending))
+    lines = (quoted_line(sign),)
     summary = say("a process crashed in native code; no sign that a resource ran out.")
     # A watchdog may have aborted for a reason that a log does not show, such as swap.
     if not evidence.live and signs.first("timeout"):
@@ -338,7 +336,7 @@ def ended_by(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("ended-by")
     if sign is None:
         return None
-    return RuleResult("killed", 0.85, (quoted_line(sign), exit_line(evidence.ending)))
+    return RuleResult("killed", 0.85, (quoted_line(sign),))
 
 
 def child_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -346,7 +344,7 @@ def child_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("child-killed", "killed", "worker-gone", "terminated") or signs.text("oom-guess")
     if sign is None or (signs.decisive and not _leads_to(sign, signs.decisive)):
         return None
-    lines = (quoted_line(sign), _counter_line(evidence), exit_line(evidence.ending))
+    lines = (quoted_line(sign), _counter_line(evidence))
     named = "SIGKILL" in sign.line and _counted_none(evidence)  # SIGKILL is named, and no OOM kill was counted
     if sign.code in ("worker-gone", "oom-guess") and not named:
         if signs.origin is not None:
@@ -382,7 +380,7 @@ def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return RuleResult("killed", 0.9, (exit_line(evidence.ending),), summary=ctrl_c_summary(evidence))
     if last is None or "KeyboardInterrupt" not in last.line:
         return None
-    return RuleResult("killed", 0.9, (quoted_line(last), exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
+    return RuleResult("killed", 0.9, (quoted_line(last),), summary=ctrl_c_summary(evidence))
 
 
 def by_sigint(evidence: Evidence) -> bool:
@@ -418,7 +416,7 @@ def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
     last = signs.decisive or signs.origin
     if last is None:
         return None
-    lines = (quoted_line(last), exit_line(evidence.ending))
+    lines = (quoted_line(last),)
     if signs.handled is not None:
         cause = _SHORT_OF.get(signs.handled.code, "ram-allocation")
         summary = say("memory ran out and the program handled it; another error followed right after.")

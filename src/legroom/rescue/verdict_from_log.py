@@ -6,10 +6,12 @@ GPU memory, pinned memory, file descriptors, sockets, /dev/shm, disk, failed hos
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 from legroom.messages import listed, say
-from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
+from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, level_line, unknown
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
 from legroom.units import format_size
@@ -47,12 +49,12 @@ def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None  # a pool had run out before
     if sign.code == "absurd-size":
         summary = say("the size in the message is garbage from an earlier failure: see the lines before it.")
-        return RuleResult("not-memory", 0.7, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
+        return RuleResult("not-memory", 0.7, (quoted_line(sign),), summary=summary)
     if sign.code == "shm-other":
         summary = say("a shared-memory file could not be opened; the error is not about free space.")
-        return RuleResult("not-memory", 0.78, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
+        return RuleResult("not-memory", 0.78, (quoted_line(sign),), summary=summary)
     sure = 0.9 if sign.code == "fault" else 0.75
-    return RuleResult("not-memory", sure, (quoted_line(sign), exit_line(evidence.ending)))
+    return RuleResult("not-memory", sure, (quoted_line(sign),))
 
 
 def _library(signs: Signs) -> Sign | None:
@@ -67,12 +69,10 @@ def _library(signs: Signs) -> Sign | None:
 def pinned(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """Page-locked host memory. CUDA's message is the same as for GPU memory, so its origin decides."""
     if sign := signs.text("pinned"):
-        return RuleResult("pinned-exhausted", 0.92, (quoted_line(sign), exit_line(evidence.ending)))
+        return RuleResult("pinned-exhausted", 0.92, (quoted_line(sign),))
     bare = signs.text("cuda-oom-bare")
     if bare and (thread := context(evidence, bare, "pin-thread")) and not signs.text("gpu-oom"):
-        return RuleResult(
-            "pinned-exhausted", 0.88, (quoted_line(thread), quoted_line(bare), exit_line(evidence.ending))
-        )
+        return RuleResult("pinned-exhausted", 0.88, (quoted_line(thread), quoted_line(bare)))
     return None
 
 
@@ -82,7 +82,7 @@ def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign is None:
         return None
     full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
-    lines = (quoted_line(sign), *full, exit_line(evidence.ending))
+    lines = (quoted_line(sign), *full)
     if sign.code == "gpu-oom":
         if _room_for_it(sign.line) and not full:
             note = say(
@@ -104,7 +104,7 @@ def gpu_refused(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("gpu-refused")
     if sign is None or signs.decisive:
         return None
-    return RuleResult("gpu-oom", 0.7, (quoted_line(sign), exit_line(evidence.ending)), likely=("gpu-oom", "not-memory"))
+    return RuleResult("gpu-oom", 0.7, (quoted_line(sign),), likely=("gpu-oom", "not-memory"))
 
 
 def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -112,13 +112,11 @@ def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("device-oom")
     if sign is None:
         return None
-    lines = (quoted_line(sign), exit_line(evidence.ending))
+    lines = (quoted_line(sign),)
     if _ON_CPU.search(sign.line):
         return RuleResult("ram-allocation", 0.85, lines)
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
-        return RuleResult(
-            "gpu-oom", 0.78, (lines[0], quoted_line(hint), lines[1]), likely=("gpu-oom", "ram-allocation")
-        )
+        return RuleResult("gpu-oom", 0.78, (*lines, quoted_line(hint)), likely=("gpu-oom", "ram-allocation"))
     asked = _BYTES.search(sign.line)
     if asked and int(asked[1]) >= _LARGE:
         return RuleResult("gpu-oom", 0.7, lines, likely=("gpu-oom", "ram-allocation"))
@@ -132,12 +130,12 @@ def gpu_library(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("gpu-library")
     if sign is None:
         return None
-    lines = (quoted_line(sign), exit_line(evidence.ending))
+    lines = (quoted_line(sign),)
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
-        return RuleResult("gpu-oom", 0.7, (lines[0], quoted_line(hint), lines[1]), likely=("gpu-oom", "not-memory"))
+        return RuleResult("gpu-oom", 0.7, (*lines, quoted_line(hint)), likely=("gpu-oom", "not-memory"))
     full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
     if full:
-        return RuleResult("gpu-oom", 0.85, (lines[0], *full, lines[1]))
+        return RuleResult("gpu-oom", 0.85, (*lines, *full))
     return unknown(lines, "gpu-oom", "not-memory")
 
 
@@ -156,7 +154,7 @@ def descriptors(evidence: Evidence, signs: Signs) -> RuleResult | None:
         )  # fmt: skip
     sure = 0.95 if sign.code == "fds" else 0.7
     likely: tuple[Cause, ...] = () if sign.code == "fds" else ("fds-exhausted", "shm-full", "not-memory")
-    return RuleResult("fds-exhausted", sure, (*lines, exit_line(evidence.ending)), likely=likely)
+    return RuleResult("fds-exhausted", sure, tuple(lines), likely=likely)
 
 
 def processes(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -164,30 +162,30 @@ def processes(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign := signs.text("processes"):
         # Without an error number, it may be memory for a thread's stack.
         sure = 0.85 if _EAGAIN.search(sign.line) else 0.78
-        return RuleResult("processes-exhausted", sure, (quoted_line(sign), exit_line(evidence.ending)))
+        return RuleResult("processes-exhausted", sure, (quoted_line(sign),))
     sign = signs.text("try-again")
     if sign is None:
         return None
-    lines = (quoted_line(sign), exit_line(evidence.ending))
+    lines = (quoted_line(sign),)
     if fork := context(evidence, sign, "frame-fork"):
-        return RuleResult("processes-exhausted", 0.85, (lines[0], quoted_line(fork), lines[1]))
+        return RuleResult("processes-exhausted", 0.85, (*lines, quoted_line(fork)))
     return unknown(lines, "processes-exhausted", "not-memory")
 
 
 def maps(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """The limit on mappings of a process (vm.max_map_count)."""
     if sign := signs.text("map-count"):
-        return RuleResult("map-count", 0.78, (quoted_line(sign), exit_line(evidence.ending)))
+        return RuleResult("map-count", 0.78, (quoted_line(sign),))
     sign = signs.text("mmap-refused")
     if sign is None:
         return None
-    lines = (quoted_line(sign), exit_line(evidence.ending))
+    lines = (quoted_line(sign),)
     count = _MAPPED.search(sign.line)
     if count and int(count[1]) >= _MANY_MAPS:
         note = say(
             "this is shared object {count} of the process; the kernel's default limit is 65530 mappings", count=count[1]
         )
-        return RuleResult("map-count", 0.75, (lines[0], note, lines[1]), likely=("map-count", "ram-allocation"))
+        return RuleResult("map-count", 0.75, (*lines, note), likely=("map-count", "ram-allocation"))
     return unknown(lines, "map-count", "ram-allocation")
 
 
@@ -202,7 +200,7 @@ def sockets(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = next((sign for sign in near if sign.code == "socket-path"), None)
     if sign is None:
         return None
-    return RuleResult("tmpdir-too-long", 0.93, (quoted_line(sign), exit_line(evidence.ending)))
+    return RuleResult("tmpdir-too-long", 0.93, (quoted_line(sign),))
 
 
 def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -214,7 +212,7 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
         sign, sure = signs.text("shm-likely"), 0.7
     if sign is None:
         vague = signs.text("shm-vague")
-        return unknown((quoted_line(vague), exit_line(evidence.ending)), "shm-full", "not-memory") if vague else None
+        return unknown((quoted_line(vague),), "shm-full", "not-memory") if vague else None
     level = fullest_shm(evidence)
     lines = [quoted_line(sign)]
     if level is not None:
@@ -226,9 +224,9 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
                 say("{room} of /dev/shm was free at its peak: only a larger request would be refused", room=room)
             )
             likely: tuple[Cause, ...] = ("shm-full", "not-memory")
-            return RuleResult("shm-full", min(most, sure), (*lines, exit_line(evidence.ending)), likely=likely)
+            return RuleResult("shm-full", min(most, sure), tuple(lines), likely=likely)
         sure = most if most > sure else sure
-    return RuleResult("shm-full", sure, (*lines, exit_line(evidence.ending)))
+    return RuleResult("shm-full", sure, tuple(lines))
 
 
 def _most_sure_of_shm(level: Level, sign: Sign) -> float:
@@ -274,14 +272,13 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if not full and level is not None and level.share >= FULL and sign.code == "disk" and not _PATH.search(sign.line):
         lines.append(level_line(say("/dev/shm peak"), level))
         # The disks that were read had space; the file may be on another one.
-        return RuleResult("shm-full", 0.75, (*lines, exit_line(evidence.ending)), likely=("shm-full", "disk-full"))
+        return RuleResult("shm-full", 0.75, tuple(lines), likely=("shm-full", "disk-full"))
     if not full and evidence.full_before:
         lines += [level_line(say("{path}, already before the start", path=path), one)
                   for path, one in evidence.full_before.items()]  # fmt: skip
     elif evidence.disks and not full:
         read = listed(evidence.disks)
         lines.append(say("the disks of {paths} had free space; the file may be on another disk", paths=read))
-    lines.append(exit_line(evidence.ending))
     if full or sign.code == "disk-quota":
         return RuleResult("disk-full", 0.97 if full else 0.93, tuple(lines))
     if sign.code == "disk-io":
@@ -297,12 +294,23 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     return unknown(tuple(lines), "disk-full", "shm-full")
 
 
+def output(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """The job's output could not be written, which closed its stdout or stderr."""
+    number = evidence.unwritable
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    full = full_disks(evidence)
+    written = say("cannot write {path}: {why}", path=say("the command's output"), why=os.strerror(number))
+    lines = (written, *(level_line(path, one) for path, one in full.items()))
+    return RuleResult("disk-full", 0.95, lines)
+
+
 def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """A host memory allocation failed: an exception, not a kill."""
     sign = signs.text("ram", "ram-likely", "ram-thread")
     if sign is None:
         return None
-    lines = (quoted_line(sign), exit_line(evidence.ending))
+    lines = (quoted_line(sign),)
     if sign.code == "ram":
         return RuleResult("ram-allocation", 0.95, lines)
     if sign.code == "ram-thread":
@@ -363,28 +371,28 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
         lines.append(say("/dev/shm usage is unknown; a truncated memory-mapped file causes the same error"))
         # In a DataLoader worker it usually is /dev/shm.
         if signs.text("worker-bus"):
-            return RuleResult("shm-full", 0.7, (*lines, exit_line(evidence.ending)), likely=_CAUSES)
-        return unknown((*lines, exit_line(evidence.ending)), *_CAUSES)
+            return RuleResult("shm-full", 0.7, tuple(lines), likely=_CAUSES)
+        return unknown(tuple(lines), *_CAUSES)
     lines.append(level_line(say("/dev/shm peak"), level))
     disks = full_disks(evidence)
     lines += [level_line(path, one) for path, one in disks.items()]
     near = _shm_near_end(evidence)
     if near is not None and near.share >= FULL:
-        return RuleResult("shm-full", 0.65 if disks else 0.97, (*lines, exit_line(evidence.ending)))
+        return RuleResult("shm-full", 0.65 if disks else 0.97, tuple(lines))
     if disks:
         summary = say("bus error: a memory-mapped file is on a full disk, which had no space for one of its pages.")
-        return RuleResult("disk-full", 0.9, (*lines, exit_line(evidence.ending)), summary=summary)
+        return RuleResult("disk-full", 0.9, tuple(lines), summary=summary)
     if level.share >= GREW:
-        return RuleResult("shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending)))
+        return RuleResult("shm-full", 0.8 if level.share < FULL else 0.75, tuple(lines))
     if not evidence.disks:  # none could be read
-        return unknown((*lines, exit_line(evidence.ending)), *_CAUSES)
+        return unknown(tuple(lines), *_CAUSES)
     # Not proven: its file may be on a disk that was not read.
     read = listed(evidence.disks)
     lines.append(say("the disks of {paths} had free space; the file may be on another disk", paths=read))
     lines.append(say("a truncated memory-mapped file causes a bus error"))
     summary = say("bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use.")
     likely: tuple[Cause, ...] = ("not-memory", "disk-full")
-    return RuleResult("not-memory", 0.65, (*lines, exit_line(evidence.ending)), summary=summary, likely=likely)
+    return RuleResult("not-memory", 0.65, tuple(lines), summary=summary, likely=likely)
 
 
 def _shm_near_end(evidence: Evidence) -> Level | None:

@@ -30,6 +30,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 MAP_FAILED = 2 * sys.maxsize + 1  # (void *) -1
 _PER_THREAD = 72 << 20  # bytes of address space: a malloc arena and a stack
 _MAPS_PER_THREAD = 16  # a stack, a malloc arena and their guards, and what Python allocates first
@@ -61,10 +62,14 @@ def signal_name(number: int) -> str:
 
 @contextmanager
 def handling_signals(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle these signals in the block, and as before after it. Does nothing outside the main thread."""
+    """Handle these signals in the block, and as before after it. Does nothing outside the main thread.
+
+    A signal that is ignored stays ignored, here and in processes that are started: nohup and a script's ``&`` ask so.
+    """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, handler) for number in numbers}
+        heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:
@@ -77,6 +82,26 @@ def die_with_parent(number: int) -> None:
     """Ask the kernel to send this process that signal when its parent ends. Does nothing where that is not Linux."""
     if sys.platform == "linux":
         libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """In the block, descendants whose parent ends become children of this process. Elsewhere than on Linux: of init.
+
+    No process that is started inherits this. Who adopts has to wait for the adopted, by their process IDs.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    with import_lock:
+        import ctypes
+    before = ctypes.c_int(0)
+    libc().prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc().prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def prefer_oom_kill() -> None:

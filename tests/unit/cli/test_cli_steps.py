@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machines import GB, MB, healthy
+from machines import GB, MB, healthy, with_pool
 
 import legroom
 from legroom import messages
@@ -18,11 +19,11 @@ from legroom.charts.html_page import bullets
 from legroom.cli.text_layout import steps
 from legroom.errors import LegroomError
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records.failure import Attempt, Level, Verdict
+from legroom.records.failure import Attempt, Evidence, Level, Verdict
 from legroom.records.machine import RuntimeEnvironment
 from legroom.rescue.job_attempt import RunOptions
 from legroom.rescue.supervisor import Supervisor
-from legroom.rescue.verdict import fixes
+from legroom.rescue.verdict import with_fixes
 from legroom.system.processes_and_threads import ExitStatus
 
 SOURCE = Path(legroom.__file__).parent
@@ -63,11 +64,14 @@ def _every_fix() -> Iterator[tuple[str, ...]]:
     yield fix_commands.shorten_temporary("TMPDIR", 107)
     for pool in ("shm", "ram", "fds", "disk", "gpu0"):
         yield relieve(machine, pool, 40 * GB)
+    small = with_pool(replace(machine, limits=replace(machine.limits, nofile_soft=1024)), "ram", 16 * GB, None, None)
+    small = replace(small, shm=replace(machine.shm, size=64 * MB))
+    evidence = Evidence(peaks={"shm": Level(64 * MB, 64 * MB)})
     for runtime in _places():
         yield fix_commands.enlarge_shm(runtime, 8 * GB)
         yield fix_commands.settle_swap(runtime, moving=True, used=GB, free=8 * GB)
         for cause in CAUSES:
-            yield fixes(cause, runtime, ram=16 * GB, shm=Level(64 * MB, 64 * MB), nofile=1024)
+            yield with_fixes(Verdict(cause, 1.0, ""), evidence, replace(small, runtime=runtime)).fix
 
 
 @pytest.mark.parametrize("columns", [40, 80, 100])

@@ -6,6 +6,8 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,18 +16,19 @@ import pytest
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import client_name
 from legroom.records.failure import Level, Reading
-from legroom.rescue import job_attempt
-from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, OomVictims, make_job_cgroup
+from legroom.records.machine import Gpu, GpuProcess, Gpus
+from legroom.rescue import job_attempt, job_sampling
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, OomVictims, _unused, make_job_cgroup
 from legroom.rescue.find_failures_in_log import facts_of, named_paths
 from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
 from legroom.rescue.job_sampling import (
     DiskLevels,
+    GpuLevels,
     JobSampler,
     StallDetector,
     cpu_seconds,
     recent_rate,
     seconds_unread,
-    thinned,
     worst_stall,
 )
 from legroom.rescue.job_shm_files import hangs_on_shm, held_shm, refused_shm
@@ -72,7 +75,6 @@ def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
     assert len(readings.history) <= 4001
     assert readings.peaks["shm"] == Level(60 * MB, 64 * MB)
     assert readings.history[-1].when == 19_999
-    assert len(thinned(readings.history)) <= 700
     assert readings.pause > 0.05  # an old run is looked at less often
 
 
@@ -172,6 +174,21 @@ def test_daemons_that_kill_for_memory_are_found_by_the_pid(tmp_path: Path) -> No
         file.write('h earlyoom[1]: sending SIGKILL to process 8 uid 0 "other": badness 900\n')
     found = log.killers({7}, 0.0)
     assert len(found) == 1 and "process 7 uid" in found[0]
+
+
+def test_a_size_in_a_daemon_s_line_is_no_process(tmp_path: Path) -> None:
+    syslog = tmp_path / "syslog"
+    syslog.touch()
+    log = KernelLog.mark(str(tmp_path / "none"), (str(syslog),))
+    syslog.write_text('earlyoom[900]: sending SIGTERM to process 8 uid 0 "x": badness 7, VmRSS 1200 MiB\n')
+    assert log.killers({900, 7, 1200}, 0.0) == () and len(log.killers({8}, 0.0)) == 1
+
+
+def test_a_group_that_a_killed_supervisor_left_is_not_used_again(tmp_path: Path) -> None:
+    (tmp_path / "sys/fs/cgroup/legroom-run-1").mkdir(parents=True)
+    assert _unused(str(tmp_path / "sys/fs/cgroup"), "legroom-run-1") == "legroom-run-1-2"
+    (tmp_path / "sys/fs/cgroup/legroom-run-1-2-supervisor").mkdir()
+    assert _unused(str(tmp_path / "sys/fs/cgroup"), "legroom-run-1") == "legroom-run-1-3"
 
 
 def test_no_cgroup_is_no_reason_to_fail(tmp_path: Path) -> None:
@@ -293,3 +310,71 @@ def test_how_long_ago_a_pool_was_looked_at() -> None:
     history = [Reading(1.0, {"ram": Level(1, 2)}), Reading(1.5, {"shm": Level(1, 2)}), Reading(1.9, {})]
     assert seconds_unread(history, "ram") == pytest.approx(0.9)
     assert seconds_unread(history, "swap") is None and seconds_unread([], "ram") is None
+
+
+def test_a_gpu_that_does_not_answer_blocks_nothing_and_an_old_reading_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), threading.Event()
+    card = Gpu(0, "fake", "", 100, 40, 60, (GpuProcess(7, 30, "python"), GpuProcess(8, 5, None)))
+
+    def gpus(host: Host) -> Gpus:
+        asked.set()
+        answers.wait(60)
+        return Gpus((card,), 1, None, "NVML")
+
+    class Nvidia(Host):
+        def exists(self, path: str) -> bool:
+            return path == "/dev/nvidiactl" or super().exists(path)
+
+    monkeypatch.setattr(job_sampling, "gpus", gpus)
+    monkeypatch.setattr(job_sampling, "NvmlSession", lambda: SimpleNamespace(open=int, close=int))
+    host = Nvidia()
+    sampler = JobSampler(host, JobCgroup(None, None, False), list)
+    collector = EvidenceCollector(host, JobCgroup(None, None, False), sampler)
+    collector.begin()
+    try:
+        assert asked.wait(60)
+        reading = sampler.sample()
+        assert reading is not None and "gpu0" not in reading.levels
+        answers.set()
+        deadline = time.monotonic() + 60
+        while not sampler.read_gpus().levels and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sampler.read_gpus() == GpuLevels({"gpu0": Level(40, 100)}, {7: 30})
+        collector.gpus._read_at -= 60
+        assert sampler.read_gpus() == GpuLevels()
+    finally:
+        collector.close()
+
+
+def test_pages_are_of_the_machine_s_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/stat").write_text("7 (python) S 1 7 7\n")
+    (tmp_path / "proc/7/statm").write_text("100 10 0 0 0 0 0\n")
+    monkeypatch.setattr("mmap.PAGESIZE", 65536)
+    victims = OomVictims(Host(root=tmp_path), JobCgroup(None, None, False))
+    victims.measure([7])
+    assert victims._known[7].rss == 10 * 65536
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_ram_is_that_of_the_tightest_limit_also_above_what_a_container_shows(hidden: bool, tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n" if hidden else "4:memory:/job\n",
+        "proc/self/mountinfo": "30 1 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+        "proc/meminfo": f"MemTotal: {64 * MB} kB\nMemAvailable: {60 * MB} kB\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{1 << 62}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{300 * MB}\n",
+        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\ntotal_active_file 0\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{400 * MB}\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{300 * MB}\n",
+        "sys/fs/cgroup/memory/job/memory.stat": "total_inactive_file 0\ntotal_active_file 0\n",
+    }
+    if hidden:
+        files["sys/fs/cgroup/memory/memory.stat"] += f"hierarchical_memory_limit {400 * MB}\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    sampler = JobSampler(Host(root=tmp_path, recording={}, platform="linux"), JobCgroup(None, None, False), list)
+    sampler.begin()
+    reading = sampler.sample()
+    assert reading is not None and reading.levels["ram"] == Level(300 * MB, 400 * MB)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from machines import healthy, with_pool
 
 from legroom.probe.snapshot import snapshot
-from legroom.records.failure import Evidence, Level, OomCount
-from legroom.records.machine import RuntimeEnvironment
+from legroom.records.failure import Cause, Evidence, Level, OomCount, Verdict
+from legroom.records.machine import Machine, RuntimeEnvironment
 from legroom.rescue.find_failures_in_log import facts_of
-from legroom.rescue.verdict import classify, fixes, with_fixes
+from legroom.rescue.verdict import classify, with_fixes
 from legroom.system.processes_and_threads import ExitStatus
 
 GB = 1 << 30
-ROOT = RuntimeEnvironment("bare", "", "linux", root=True, may_mount=True, sudo=False, rights_how="")
+
+
+def _fixes(cause: Cause, machine: Machine, **known: Any) -> str:
+    return "\n".join(with_fixes(Verdict(cause, 1.0, ""), Evidence(**known), machine).fix)
 
 
 def _told(shm: Level | None, here: int | None) -> str:
-    return "\n".join(fixes("shm-full", ROOT, ram=24 * GB, shm=shm, nofile=None, here=here))
+    machine = healthy()
+    mounted = replace(machine.shm, size=here, mounted=here is not None)
+    machine = with_pool(replace(machine, shm=mounted), "ram", 24 * GB, None, None)
+    return _fixes("shm-full", machine, peaks={} if shm is None else {"shm": shm})
 
 
 @pytest.mark.parametrize("here", [None, 64 << 20, GB])
@@ -33,7 +41,7 @@ def test_a_large_one_is_never_made_smaller(peak: Level | None) -> None:
 
 
 def test_a_path_with_no_room_for_a_socket_is_to_be_shorter() -> None:
-    told = "\n".join(fixes("tmpdir-too-long", ROOT, ram=None, shm=None, nofile=None))
+    told = _fixes("tmpdir-too-long", healthy())
     assert "export TMPDIR=/tmp" in told and "75 or less" in told
 
 
@@ -41,18 +49,20 @@ def test_after_an_oom_kill_no_limit_is_raised_beyond_the_machine_and_the_dead_ar
     docker = RuntimeEnvironment("docker", "", "linux", root=True, may_mount=False, sudo=False, rights_how="")
 
     def told(runtime: RuntimeEnvironment, ram: int, total_ram: int) -> str:
-        return "\n".join(fixes("ram-oom-kill", runtime, ram=ram, shm=None, nofile=None, total_ram=total_ram))
+        machine = healthy()
+        machine = replace(machine, runtime=runtime, memory=replace(machine.memory, total=total_ram))
+        return _fixes("ram-oom-kill", with_pool(machine, "ram", ram, None, None))
 
     assert "--memory=8G" in told(docker, 4 * GB, 64 * GB)
     assert "--memory" not in told(docker, 64 * GB, 64 * GB)  # there is no limit to raise
-    for text in (told(docker, 64 * GB, 64 * GB), told(ROOT, 4 * GB, 64 * GB)):
+    for text in (told(docker, 64 * GB, 64 * GB), told(healthy().runtime, 4 * GB, 64 * GB)):
         assert "ps -e" not in text and "use fewer workers" in text
 
 
 def test_a_full_disk_is_named_in_its_fixes() -> None:
-    told = "\n".join(fixes("disk-full", ROOT, ram=None, shm=None, nofile=None, disks=("/mnt/my data",)))
+    told = _fixes("disk-full", healthy(), disks={"/mnt/my data": Level(100, 100)})
     assert "du -xh --max-depth=1 '/mnt/my data' |" in told and "df -h '/mnt/my data'" in told
-    unknown = "\n".join(fixes("disk-full", ROOT, ram=None, shm=None, nofile=None)).splitlines()
+    unknown = _fixes("disk-full", healthy()).splitlines()
     assert not any(line.endswith(" .") or " . " in line for line in unknown), "the current directory may be elsewhere"
     assert "df -h" in unknown and "df -i" in unknown
 

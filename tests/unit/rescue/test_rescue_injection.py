@@ -66,10 +66,65 @@ class cuda:
 
 
 def test_a_limit_that_cannot_be_set_is_reported_and_the_script_runs(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(FAKE)
+    _fake_torch(tmp_path, FAKE)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "sitecustomize.py").write_text("print('theirs too')")
     done = _run(tmp_path, ["--gpu-limit", "0.5"], "import torch; print('ran')", PYTHONPATH=str(tmp_path / "theirs"))
     assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["theirs too", "ran"], done.stderr
     assert "legroom: GPU limit not set: RuntimeError: no card of this fake" in done.stderr
+
+
+# Counts how often a limit is set.
+COUNTS = """
+__version__ = "0"
+calls = 0
+class cuda:
+    @staticmethod
+    def _lazy_call(call):
+        global calls
+        calls += 1
+"""
+
+
+def _fake_torch(folder: Path, text: str) -> None:
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(text)
+
+
+LOOKS_FOR_TORCH = """
+import importlib.util, subprocess, sys
+def look(): return importlib.util.find_spec("torch") is not None
+assert look() and look()  # as transformers does when it is imported
+import torch
+print(torch.calls, flush=True)
+if len(sys.argv) == 1: subprocess.run([sys.executable, __file__, "again"], check=True)
+"""
+
+
+def test_packages_that_look_for_torch_leave_the_hook_to_its_import(tmp_path: Path) -> None:
+    _fake_torch(tmp_path, COUNTS)
+    done = _run(tmp_path, ["--gpu-limit", "0.5"], LOOKS_FOR_TORCH)
+    assert (done.returncode, done.stdout) == (0, "1\n1\n"), done.stderr
+
+
+# A finder as coverage tools and debuggers install them: it asks the other finders through importlib and wraps the loader.
+WRAPPED = """
+import importlib.util, sys
+class Finder:
+    inside = False
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch" or self.inside: return None
+        self.inside = True
+        try: return importlib.util.find_spec(name)
+        finally: self.inside = False
+sys.meta_path.insert({place}, Finder())
+import torch
+print(torch.calls)
+"""
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_finder_of_someone_else_beside_ours(place: int, tmp_path: Path) -> None:
+    _fake_torch(tmp_path, COUNTS)
+    done = _run(tmp_path, ["--gpu-limit", "0.5"], WRAPPED.replace("{place}", str(place)))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from legroom.rescue import newest_checkpoint
 from legroom.rescue.newest_checkpoint import newest_complete, stamps, why_incomplete
 
 
@@ -139,3 +140,34 @@ def test_directories(tmp_path: Path) -> None:
     distributed.mkdir()
     (distributed / "__0_0.distcp").write_bytes(b"x" * 100)
     assert ".metadata is missing" in (why_incomplete(distributed) or "")
+
+
+ODD_HEADERS = ([], {"w": {"data_offsets": [1]}}, {"w": {"data_offsets": [0, "x"]}}, {"w": None})
+
+
+@pytest.mark.parametrize("header", ODD_HEADERS, ids=str)
+def test_a_header_of_another_shape_is_damage_and_no_error(header: object, tmp_path: Path) -> None:
+    text = json.dumps(header).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(100))
+    assert why_incomplete(path)
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": []}', '{"weight_map": {"w": []}}', "[" * 100_000])
+def test_an_index_of_another_shape_is_damage_and_no_error(index: str, tmp_path: Path) -> None:
+    _safetensors(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert why_incomplete(tmp_path)
+
+
+def test_of_the_checkpoints_before_the_run_only_the_newest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(5):
+        _zip(tmp_path / f"step{step}.pt")
+        os.utime(tmp_path / f"step{step}.pt", (step, step))
+    read: list[str] = []
+    monkeypatch.setattr(newest_checkpoint, "why_incomplete", lambda path: read.append(path.name))
+    pattern = f"{tmp_path}/*.pt"
+    found = newest_complete(pattern, stamps(pattern))
+    assert (found.path, found.older, read) == (None, str(tmp_path / "step4.pt"), ["step4.pt"])

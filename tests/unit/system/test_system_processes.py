@@ -66,3 +66,17 @@ def test_a_child_ends_with_its_parent() -> None:
         assert started.stdout is not None and started.stdout.readline() == "ready\n"
         started.kill()
         assert started.stdout.read() == ""  # the child had it open too: its end is the end of the child
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGHUP")
+def test_an_ignored_signal_stays_ignored_and_the_others_are_handled() -> None:
+    seen: list[int] = []
+    numbers = (signal.SIGHUP, signal.SIGUSR1)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handling_signals(numbers, lambda number, _: seen.append(number)):
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        assert seen == [signal.SIGUSR1] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

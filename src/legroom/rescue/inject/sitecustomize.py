@@ -22,15 +22,19 @@ _LEAK = os.environ.get("LEGROOM_LEAK")
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Lets torch be found as usual, and acts once its import is complete."""
+    """Lets torch be found as usual, and acts once its import is complete.
+
+    Packages look for torch without importing it, some more than once, so this stays until the import.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        others = (finder for finder in tuple(sys.meta_path) if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
         loader: Any = None if spec is None else spec.loader
         if loader is None:
             return spec
@@ -38,6 +42,9 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
+            if self not in sys.meta_path:  # another finder had looked here, too, and wrapped what it got
+                return
+            sys.meta_path.remove(self)
             if _LOADER:
                 _replace()
             if _LIMIT:
