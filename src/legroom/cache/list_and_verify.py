@@ -7,12 +7,13 @@ pages select candidate entries, and only for those the file is hashed, once for 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -189,7 +190,7 @@ def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
 
 Where = str | os.PathLike[str]
 What = Where | Sequence[Where] | None  # None: everything
-_SHORTEST = 6  # the fewest digits of a key that are accepted
+_BEGINS_KEY = re.compile(r"[0-9a-f]{6,64}(?:-[0-9a-z]*)*")  # six digits at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +324,14 @@ def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> l
     if what is None:
         return [old.key for old in least_recent_first(store)]
     text = os.fspath(what)
-    if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkexversion"):
+    if not os.path.lexists(text) and _BEGINS_KEY.fullmatch(text):
         found = [old.key for old in least_recent_first(store) if old.key.startswith(text)]
         if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
             raise UsageError(
                 say("{text} matches several entries", text=text), why=listed(found), fix=(say("give more digits"),)
             )
-        return [text] if text in found else found
+        if found:  # else it may be a name: of "face.features" or "decade" too
+            return [text] if text in found else found
     if not os.path.lexists(text) and (named := keys_named(store, text)):
         return named
     return _keys_of_paths(store, source_paths(what), matcher)
@@ -414,8 +416,8 @@ def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = No
     if manifest is None:
         return None
     root = os.fspath(store.root)
-    if isinstance(manifest, OSError):
-        why = manifest.strerror or str(manifest)
+    if isinstance(manifest, (OtherFormat, OSError)):  # an entry of another format is no damaged one
+        why = manifest.strerror or str(manifest) if isinstance(manifest, OSError) else str(manifest)
         return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), unreadable=why)
     if not isinstance(manifest, Manifest):
         return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), damaged=str(manifest))
@@ -437,7 +439,7 @@ def verify(what: What = None, *, source: bool = True) -> tuple[Verification, ...
     found = []
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
-        wanted = find_keys(stores.found, what, matcher, earlier=True)
+        wanted = find_keys(stores.distinct, what, matcher, earlier=True)
         if wanted.missing:
             raise not_loaded_error(wanted.missing[0], stores.findings)
         for store, keys in wanted.keys.items():
@@ -451,12 +453,16 @@ def verify(what: What = None, *, source: bool = True) -> tuple[Verification, ...
 
 
 def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verification | None:
+    in_use = is_locked(store, lock_name(key))  # before its own lease
     lock = lease(store, key, create=True)  # it must not be dropped while it is read
     assert lock is not None
     with lock, entry_errors(store, key):
         entry = read_entry(store, key)
         if entry is None:
             return None
+        entry = replace(entry, in_use=in_use)
+        if entry.unreadable is not None:
+            return Verification(entry, (), "not-checked", entry.unreadable)
         if entry.damaged is not None:
             return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
         try:
@@ -470,6 +476,11 @@ def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verificati
             damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except (Damaged, OtherFormat) as problem:
             return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
+        except OSError as problem:
+            if is_resource_shortage(problem):
+                raise
+            unreadable = problem.strerror or str(problem)
+            return Verification(replace(entry, unreadable=unreadable), (), "not-checked", unreadable)
         finally:
             os.close(folder)
     if matcher is None:
@@ -488,6 +499,10 @@ def _whole(folder: int, item: Array | Table) -> bool:
     try:
         start = len(item.header) if isinstance(item, Array) else 0
         return mapped_files_and_checksums.hex_digits(mapped_files_and_checksums.file_crc32(fd, start)) == item.crc32
+    except OSError as problem:
+        if problem.errno == errno.EIO:  # the disk has lost it
+            return False
+        raise
     finally:
         os.close(fd)
 

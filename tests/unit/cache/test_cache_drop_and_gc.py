@@ -68,6 +68,40 @@ class TestCatalog:
         with pytest.raises(legroom.LegroomError):
             list_and_verify.info("0" * 10)
 
+    @pytest.mark.parametrize("name", ["cifar10", "cifar100", "scenes", "version", "decade", "facade-blk"])
+    def test_a_name_that_may_begin_a_key_is_found(self, shm: Path, name: str) -> None:
+        legroom.freeze([1, 2, 3], name=name)
+        assert list_and_verify.info(name).attributes["name"] == name
+        assert len(drop_and_gc.drop(name, force=True).entries) == 1
+
+    def test_a_key_is_found_whatever_its_hash(self, shm: Path, tmp_path: Path) -> None:
+        pytest.importorskip("xxhash")
+        key = legroom.open(make(tmp_path, 1), hash="xxh3").info.key or ""
+        assert key.endswith("-xxh3") and list_and_verify.info(key).key == key
+
+    def test_one_directory_as_both_stores_is_verified_once(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LEGROOM_DIR", os.environ["LEGROOM_SHM"])
+        for number in (1, 2):
+            legroom.open(make(tmp_path, number))
+        assert len(list_and_verify.verify()) == len(list_and_verify.entries()) == 2
+
+    def test_verify_says_whether_others_use_an_entry(self, shm: Path, tmp_path: Path) -> None:
+        data = legroom.open(make(tmp_path, 1))
+        (found,) = list_and_verify.verify()
+        assert found.entry.in_use is True
+        data.close()
+        (found,) = list_and_verify.verify()
+        assert found.entry.in_use is False
+
+    def test_an_entry_of_a_newer_format_is_not_called_damaged(self, shm: Path, tmp_path: Path) -> None:
+        key = legroom.open(make(tmp_path, 1)).info.key or ""
+        (shm / key / "manifest.json").chmod(0o600)
+        (shm / key / "manifest.json").write_text('{"format": 99}')
+        (found,) = list_and_verify.verify()
+        assert found.damaged == () and "format 99" in (found.entry.unreadable or "") and not found.whole
+
     def test_an_entry_is_found_after_its_file_has_gone(self, shm: Path, tmp_path: Path) -> None:
         path = make(tmp_path, 1)
         legroom.open(path)
