@@ -63,9 +63,11 @@ def drop(what: What = None, *, force: bool = False, dry_run: bool = False) -> Re
                     raise in_use_error(store, key)
                 else:
                     kept.append(entry)
-            if what is None and not dry_run:
+            if what is None:
                 with store_lock(store):
-                    eviction.remove_unused_downloads(store)
+                    freed += sum(directory_bytes(store.work, name) for name in eviction.unused_downloads(store))
+                    if not dry_run:
+                        eviction.remove_unused_downloads(store)
     if wanted.names and not removed and not kept:
         raise not_loaded_error(wanted.names[0], stores.findings, wanted=False)
     return Reaped(tuple(removed), freed, 0, tuple(kept), dry_run, missing=wanted.missing)

@@ -105,6 +105,8 @@ def evict_until_fits(store: Store, need: store_free_space.BuildNeed, *, mine: st
     """Evict until ``need`` fits, under the store's lock. False, with nothing removed, if that is impossible."""
     helps = FreesSpace(store)
     missing = store_free_space.shortfalls(store, need, store_free_space.outstanding_reservations(store, mine))
+    if not missing:
+        return True
     unused = [old for old in least_recent_first(store) if not locks.held(store.locks, lock_name(old.key))]
     for count, bound in missing:
         if count > sum(old.nbytes for old in unused if helps(old, bound)):

@@ -38,24 +38,27 @@ from legroom.cache.store_directories import (
     UnusableStore,
     delete_trash,
     existing_stores,
+    is_resource_shortage,
     log,
     open_store,
     store_error,
     store_lock,
 )
-from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, UnreadableSource, UsageError
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, StoreError, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
-from legroom.messages import joined, listed, say
+from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
-from legroom.system.argument_checks import check_path
+from legroom.system.argument_checks import check_choice, check_path
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
+HASHES = ("md5", "blake3", "xxh3")
 Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 D = TypeVar("D", bound=CachedData)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +84,51 @@ def open_as(
     """Open a source as ``legroom.open`` does (documented there), as data of class ``kind``."""
     _check(request.backing, request.hash)
     again = (_reopen, (kind, request, None, None, None))
-    with _resource_errors(request):
+    with resource_errors(request.paths[0]):
         if legroom_disabled(os.environ) or not locks.SUPPORTED:
-            contents = _uncached().in_process(request.paths, request.keys, progress, request.dtype)
+            try:
+                contents = _uncached().in_process(request.paths, request.keys, progress, request.dtype)
+            except OSError as problem:
+                raise problem if isinstance(problem, LegroomError) else _temporary_error(problem) from problem
             return kind(contents, request.keys, again)
         if request.backing == "inplace":
             return kind(_uncached().in_place(request.paths, request.keys, request.dtype), request.keys, again)
         return _data(kind, _attached(request, wait, progress), request)
 
 
+def _temporary_error(problem: OSError) -> StoreError:
+    """The error for a file in the temporary directory that cannot be written, with the cache disabled."""
+    known = store_error(problem)
+    return StoreError(
+        say("a temporary file in {folder} cannot be written", folder=os.environ.get("TMPDIR") or "/tmp"),
+        why=known.why,
+        fix=known.fix[:1]
+        if is_resource_shortage(problem)
+        else (say("set TMPDIR to a directory with free space"), say("unset LEGROOM_DISABLE to use the cache")),
+    )
+
+
 @contextmanager
-def _resource_errors(request: OpenRequest) -> Iterator[None]:
-    """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError."""
+def resource_errors(what: object, *, parts: bool = True) -> Iterator[None]:
+    """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError.
+
+    ``what`` is being loaded; ``parts`` of it can be asked for.
+    """
     _reserve.take()
     try:
         yield
     except MemoryError as problem:
         _reserve.give_back()
-        raise _no_memory(request, str(problem)) from problem
+        raise _no_memory(what, str(problem), parts) from problem
     except OSError as problem:
         if isinstance(problem, LegroomError):
             raise
-        raise store_error(problem) from problem  # a temporary file, with the cache disabled
+        raise store_error(problem) from problem
     except RuntimeError as problem:
         if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
             raise
         _reserve.give_back()
-        raise _no_memory(request, str(problem)) from problem
+        raise _no_memory(what, str(problem), parts) from problem
 
 
 class _Reserve:
@@ -140,23 +161,23 @@ _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
 _MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
 
-def _no_memory(request: OpenRequest, said: str) -> NoRoom:
+def _no_memory(what: object, said: str, parts: bool) -> NoRoom:
     why = say("this process cannot allocate more memory or start more threads")
     limit, (used, most) = _address_space(), _memory_maps()
     if used >= _NEARLY * most:
         return NoRoom(
-            say("not enough memory to load {path}", path=request.paths[0]),
+            say("not enough memory to load {path}", path=what),
             why=say("this process has {used} memory maps; the kernel allows {most}", used=used, most=most),
             fix=(say("raise the limit of memory maps, as root:\nsysctl -w vm.max_map_count=1048576"),),
         )
     if limit is not None:
         why = say("{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit))
     return NoRoom(
-        say("not enough memory to load {path}", path=request.paths[0]),
+        say("not enough memory to load {path}", path=what),
         why=joined([why, said]) if said else why,
         fix=(
             say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
-            say("load only what you need: keys=[…]"),
+            *((say("load only what you need: keys=[…]"),) if parts else ()),
         ),
     )
 
@@ -268,26 +289,14 @@ def not_a_path(given: object) -> UsageError:
 
 
 def _check(backing: str, hash: str) -> None:
-    if backing not in BACKINGS:
-        raise UsageError(
-            say("unknown backing {backing!r}", backing=backing),
-            why=say("valid values: {all}", all=listed(BACKINGS)),
-            fix=("backing='auto'",),
-        )
-    if hash != "md5":
-        source_stamps_and_digests.new_hasher(
-            hash if isinstance(hash, str) and hash in source_stamps_and_digests.DIGITS else ""
-        )  # raises for an unknown name or a missing package
+    check_choice("backing", backing, BACKINGS)
+    check_choice("hash", hash, HASHES)
+    source_stamps_and_digests.new_hasher(hash)  # raises if its package is missing
 
 
 def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
     source = source_stamps_and_digests.stamp_source(request.paths, ask=request.revalidate)
-    try:
-        found = find_entry(request, source, time.time_ns())
-    except OSError as problem:
-        if isinstance(problem, LegroomError):
-            raise
-        raise store_error(problem) from problem
+    found = find_entry(request, source, time.time_ns())
     if found is not None:
         remember_versions(source)
         return found
@@ -428,26 +437,26 @@ def find_by_digest(
     """
     for options in usable_options(request, source, readers):
         key = key_of(digest, algorithm, options)
-        while True:
-            try:
-                found = attach(store, key)
-            except Damaged as problem:
-                log.warning(
-                    "%s",
-                    say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem),
-                )
-                if discard_unusable(store, key):
-                    continue
-                break
-            except OtherFormat as other:
-                if other.version < FORMAT and discard_unusable(store, key):
-                    continue
-                break  # a newer format is left alone: the next variant is built beside it
-            if found is None:
-                break
+        found = attach_usable(store, key)
+        if found is not None:
             _check_keys(request, found.manifest)
             return found
     return None
+
+
+def attach_usable(store: Store, key: str) -> Attached | None:
+    """Attach an entry. None if it does not exist or is unusable: a damaged or older one is moved to the trash."""
+    while True:
+        try:
+            return attach(store, key)
+        except Damaged as problem:
+            text = say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem)
+            log.warning("%s", text)
+        except OtherFormat as other:
+            if other.version > FORMAT:
+                return None  # a newer format is left alone: the next variant is built beside it
+        if not discard_unusable(store, key):
+            return None
 
 
 def usable_options(request: OpenRequest, source: Source, readers: tuple[str, ...] | None) -> Iterator[Options]:
@@ -508,8 +517,8 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
 
 
 def in_first_store(
-    stores: Sequence[Store], build: Callable[[Store], Attached], what: str, more: Callable[[], Sequence[str]] = tuple
-) -> Attached:
+    stores: Sequence[Store], build: Callable[[Store], T], what: str, more: Callable[[], Sequence[str]] = tuple
+) -> T:
     """Build in the first of these stores that has room. Raises NoRoom with the reasons of all, and ``more`` fixes."""
     refused: list[NoRoom] = []
     for store in stores:

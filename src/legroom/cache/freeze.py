@@ -25,13 +25,13 @@ import numpy as np
 
 from legroom.cache import locks, remembered_sources, store_free_space
 from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
-from legroom.cache.find_or_build_entry import discard_unusable, in_first_store
+from legroom.cache.find_or_build_entry import attach_usable, in_first_store, resource_errors
 from legroom.cache.frozen_encoding import ENCODING, Encoder
 from legroom.cache.frozen_sequence_and_mapping import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
 from legroom.cache.frozen_writer import TYPES, FileOutputs, MemoryOutputs, Outputs, is_large, write_object
 from legroom.cache.lease_and_map_entry import Attached, attach, entry_record
 from legroom.cache.locks import Lock
-from legroom.cache.manifest import FROZEN, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.manifest import FORMAT, FROZEN, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import (
     Store,
@@ -42,9 +42,8 @@ from legroom.cache.store_directories import (
     open_store,
     open_stores,
     step,
-    store_error,
 )
-from legroom.errors import EntryUnreadable, LegroomError, NotLoaded, StoreError, UnsupportedData, UsageError
+from legroom.errors import EntryUnreadable, NotLoaded, StoreError, UnsupportedData, UsageError
 from legroom.messages import say
 from legroom.probe.copy_on_write import PAGE, CopiedMemory, share_of
 from legroom.records.cache_entry import Entry, EntryArray
@@ -84,20 +83,17 @@ def freeze(obj: Any, *, name: str | None = None) -> Any:
     if name is not None and (not isinstance(name, str) or not name or not name.isprintable()):
         raise UsageError(say("name must be printable text, not {given!r}", given=name), fix=("name='coco-train'",))
     called = name or "object"
-    if legroom_disabled(os.environ) or not locks.SUPPORTED:
-        return _in_this_process(obj, called, name)
-    work = _Freezing(obj, called, name)
-    for last in (False, True):
-        try:
-            with open_stores(make=True) as stores:
-                return _contents(_found_or_built(work, stores)).view()
-        except FileNotFoundError as problem:
-            if last:  # else the store was removed (logind does so at logout): create it again, once
-                raise store_error(problem) from problem
-        except OSError as problem:
-            if isinstance(problem, LegroomError):
-                raise
-            raise store_error(problem) from problem
+    with resource_errors(called, parts=False):
+        if legroom_disabled(os.environ) or not locks.SUPPORTED:
+            return _in_this_process(obj, called, name)
+        work = _Freezing(obj, called, name)
+        for last in (False, True):
+            try:
+                with open_stores(make=True) as stores:
+                    return _contents(_found_or_built(work, stores)).view()
+            except FileNotFoundError:
+                if last:  # else the store was removed (logind does so at logout): create it again, once
+                    raise
     raise AssertionError("not reached")
 
 
@@ -131,32 +127,28 @@ class _Freezing:
         each = sum(map(len, encoded)) // max(1, len(encoded)) + 8
         self.estimate = count * (each if kind != "dict" else 2 * each + 12)
 
-    def key(self) -> str:
-        """The key of its entry: computed by encoding all of it, once."""
+    def known_digest(self) -> str:
+        """What its entry is found by: computed by encoding all of it, once."""
         if self.digest is None:
             step("digest")
             self.digest = write_object(self.obj, self.called, Outputs()).digest
-        return key_of(self.digest, _HASH, Options())
+        return self.digest
+
+    def may_exist(self, stores: Stores) -> bool:
+        """Whether an object with this sample has an entry."""
+        return any(remembered_sources.may_hold(store, _HASH, len(self.obj), self.sample) for store in stores.found)
 
 
 def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
-    size = len(work.obj)
-    if any(remembered_sources.may_hold(store, _HASH, size, work.sample) for store in stores.found):
-        found = _find(stores, work.key())
-        if found is not None:
-            return found
+    if work.may_exist(stores) and (found := _find(work, stores)) is not None:
+        return found
     won, stores = elect(stores, lambda store: _wait_for_turn(work, store, stores))
     if isinstance(won, Attached):
         return won
     with won:
-        if work.digest is not None:
-            found = _find(stores, work.key())
-            if found is not None:
-                return found
-        elif any(remembered_sources.may_hold(store, _HASH, size, work.sample) for store in stores.found):
-            found = _find(stores, work.key())  # published between the first look and the lock
-            if found is not None:
-                return found
+        # It may have been published between the first look and the lock.
+        if (work.digest is not None or work.may_exist(stores)) and (found := _find(work, stores)) is not None:
+            return found
         step("elected")
         return in_first_store(list(stores.found), lambda store: _build_in(store, work), work.called)
 
@@ -168,24 +160,19 @@ def _wait_for_turn(work: _Freezing, store: Store, stores: Stores) -> Lock | Atta
         lock = locks.acquire(store.locks, name)
         if lock is not None:
             return lock
-        found = _find(stores, work.key())  # the digest is computed while the other process writes
+        found = _find(work, stores)  # the digest is computed while the other process writes
         if found is not None:
             return found
         time.sleep(_POLL)
 
 
-def _find(stores: Stores, key: str) -> Attached | None:
-    """Attach the entry of that key in any store. A damaged one is moved to the trash and built again."""
+def _find(work: _Freezing, stores: Stores) -> Attached | None:
+    """Attach the object's entry in any store, or the one that was made beside an entry of a newer format."""
     for store in stores.distinct:
-        try:
-            found = attach(store, key)
-        except (Damaged, OtherFormat) as problem:
-            text = say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem)
-            log.warning("%s", text)
-            discard_unusable(store, key)
-            continue
-        if found is not None:
-            return found
+        for options in (Options(), Options(version=FORMAT)):
+            found = attach_usable(store, key_of(work.known_digest(), _HASH, options))
+            if found is not None:
+                return found
     return None
 
 

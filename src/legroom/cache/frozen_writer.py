@@ -97,7 +97,7 @@ class FileOutputs(Outputs):
         size = len(data)
         self._total += size
         if self._total > self._staging.need.nbytes - (1 << 16):
-            self._staging.reserve_more(self._total + self._total // 4 + (64 << 20))
+            self._staging.reserve_more(self._total + max(self._total // 4, 1 << 20))
         self._staging.check_capacity(size)
         mapped_files_and_checksums.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
 

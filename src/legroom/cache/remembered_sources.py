@@ -269,11 +269,12 @@ def remember(url: ObjectUrl) -> None:
     value = {"format": _FORMAT, "name": _name(url), "asked": known[0], "stamp": known[1].as_json()}
     body = json.dumps(value).encode("ascii")
     data = b"%08x " % zlib.crc32(body) + body
-    for store in existing_stores():
-        with suppress(OSError):
-            with store_lock(store):
-                replace_record(store, _name(url), data)
-            return
+    with suppress(OSError):  # looking for the stores may fail, too
+        for store in existing_stores():
+            with suppress(OSError):
+                with store_lock(store):
+                    replace_record(store, _name(url), data)
+                return
 
 
 def forget(url: ObjectUrl) -> None:

@@ -23,21 +23,12 @@ from typing import Any, Protocol, cast
 
 from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
 from legroom.cache.mapped_files_and_checksums import read_at, write_back
-from legroom.errors import (
-    MissingPackage,
-    NoSuchObject,
-    SourceChanged,
-    SourceError,
-    TransferDamaged,
-    UnreadableSource,
-    UnsupportedData,
-    UsageError,
-)
+from legroom.errors import NoSuchObject, SourceChanged, SourceError, TransferDamaged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import BaseReader, Description, Lookup
 from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
-from legroom.messages import say
+from legroom.messages import phrase, say
 from legroom.remote.remote_object import BOUND, ObjectStamp, ObjectUrl, SourcePath
-from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import, require
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 # "version" is the hash of a remote object's URL and version: of data that was read in part and not hashed.
@@ -484,21 +475,10 @@ def new_hasher(algorithm: str) -> Hasher:
     """A hash object of that name."""
     if algorithm in ("md5", "sha256"):
         return hashlib.new(algorithm, usedforsecurity=False)
-    try:
-        if algorithm == "blake3":
-            from blake3 import blake3
-
-            return cast(Hasher, blake3(max_threads=blake3.AUTO))
-        if algorithm == "xxh3":
-            from xxhash import xxh3_128
-
-            return cast(Hasher, xxh3_128())
-    except ImportError as problem:
-        raise MissingPackage(
-            say("hash={name!r} needs a package that is not installed", name=algorithm),
-            why=str(problem),
-            fix=("pip install 'legroom[hash]'", say("use hash='md5', which needs no package")),
-        ) from problem
-    raise UsageError(
-        say("unknown hash {name!r}", name=algorithm), why=say("valid values: md5, blake3, xxh3"), fix=("hash='md5'",)
-    )
+    what, instead = f"hash={algorithm!r}", (phrase("use hash='md5', which needs no package"),)
+    if algorithm == "blake3":
+        blake3 = require("blake3", "hash", what, instead=instead).blake3
+        return cast(Hasher, blake3(max_threads=blake3.AUTO))
+    if algorithm == "xxh3":
+        return cast(Hasher, require("xxhash", "hash", what, instead=instead).xxh3_128())
+    raise ValueError(algorithm)

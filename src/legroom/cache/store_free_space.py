@@ -212,6 +212,8 @@ def _inodes(store: Store, files: int) -> list[Bound]:
 
 def _fix_for(store: Store, missing: int, bound: Bound) -> str:
     """The command or setting that raises this limit."""
+    if bound.inodes and not in_memory(store):
+        return say("set LEGROOM_DIR to a directory of another file system")
     if bound.inodes:
         return say("remount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
     if bound.memory:

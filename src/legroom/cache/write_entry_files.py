@@ -30,15 +30,16 @@ from legroom.cache.source_stamps_and_digests import Source, source_changed_error
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step
 from legroom.cache.store_free_space import BuildNeed
+from legroom.errors import LegroomError
 from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import wait_for_bytes, wrong_checksum
-from legroom.messages import say
 from legroom.system.processes_and_threads import (
     lower_thread_priority,
     release_freed_memory,
     room_for_threads,
     usable_cpus,
+    why_no_thread,
 )
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
@@ -100,7 +101,7 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
     # Copying finishes long before md5, so md5 gets one core. Decoding uses all cores.
     copiers = max(1, cpus - 1) if slow_hash and not job.layout.decodes else max(2, cpus)
     if not room_for_threads(2 + min(_MOST_COPIERS, copiers)):
-        raise MemoryError(say("ulimit -v leaves no address space for the threads that copy and hash"))
+        raise MemoryError(why_no_thread(2 + min(_MOST_COPIERS, copiers)))
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
         ThreadPoolExecutor(1, "legroom-allocate", initializer) as allocating,
@@ -142,6 +143,8 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
             sizes = [table.result() for table in tables]
         except BaseException as problem:
             meter.stopped = True
+            if job.fetched is not None and not isinstance(problem, (OSError, LegroomError, Stopped)):
+                job.fetched.fail(Stopped())  # an interrupt, or the caller's own error: wait for no silent server
             wait(first)
             if isinstance(problem, Stopped):
                 wait(writer.jobs)  # the job that failed stops the others, and they may end before it

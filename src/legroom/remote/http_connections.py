@@ -186,7 +186,7 @@ class _Connection:
             if not block:
                 raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             head += block
-            if len(head) > _LONGEST_HEAD:
+            if len(head) > _LONGEST_HEAD and b"\r\n\r\n" not in head:  # the rest may be of the body
                 raise http.client.LineTooLong("head")
         line, _, rest = head.partition(b"\r\n")
         head, _, self._rest = rest.partition(b"\r\n\r\n")

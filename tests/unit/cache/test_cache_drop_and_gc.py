@@ -102,6 +102,16 @@ class TestCatalog:
         (found,) = list_and_verify.verify()
         assert found.damaged == () and "format 99" in (found.entry.unreadable or "") and not found.whole
 
+    def test_drop_of_everything_counts_unused_downloads(self, shm: Path, tmp_path: Path) -> None:
+        legroom.open(make(tmp_path, 1)).close()
+        folder = shm / "work" / "download-1"
+        folder.mkdir()
+        (folder / "data").write_bytes(bytes(1 << 20))
+        would = drop_and_gc.drop(dry_run=True).freed
+        assert folder.exists()
+        gone = drop_and_gc.drop()
+        assert would == gone.freed >= (1 << 20) + 40_000 and not folder.exists()
+
     def test_an_entry_is_found_after_its_file_has_gone(self, shm: Path, tmp_path: Path) -> None:
         path = make(tmp_path, 1)
         legroom.open(path)

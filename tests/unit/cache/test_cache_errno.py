@@ -19,7 +19,7 @@ import legroom
 from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, remembered_sources
 from legroom.cache.store_directories import open_stores
 from legroom.cli.main import run
-from legroom.errors import LegroomError
+from legroom.errors import LegroomError, StoreError
 from open_descriptors import open_descriptors, opened_since
 
 PASSING = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EINTR", "EIO")
@@ -119,6 +119,29 @@ def test_a_record_that_cannot_be_read_is_not_collected(
     drop_and_gc.gc()
     monkeypatch.undo()
     assert os.listdir(shm / "sources") == [name]
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"), [("ENOSPC", "set TMPDIR to a directory with free space"), ("EMFILE", "close unused files, or")]
+)
+def test_without_the_cache_a_temporary_file_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fix: str
+) -> None:
+    number = getattr(errno, code)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    feather = pytest.importorskip("pyarrow.feather")
+    table = pytest.importorskip("pyarrow").table({"x": [1, 2]})
+    feather.write_feather(table, tmp_path / "a.arrow", compression="uncompressed")
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    monkeypatch.setenv("TMPDIR", "/full")
+    monkeypatch.setattr("tempfile.mkdtemp", fails)
+    with pytest.raises(StoreError, match="a temporary file in /full cannot be written") as caught:
+        legroom.open(tmp_path / "a.arrow")
+    assert os.strerror(number) in caught.value.why and caught.value.fix[0].startswith(fix)
+    assert "cache list" not in " ".join(caught.value.fix) and "LEGROOM_DISABLE=1" not in " ".join(caught.value.fix)
 
 
 @pytest.mark.usefixtures("old_files")

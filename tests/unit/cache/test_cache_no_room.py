@@ -125,6 +125,13 @@ class TestEviction:
             legroom.open(make(tmp_path, 9, 100_000))
         assert [entry.key for entry in list_and_verify.entries()] == [key]
 
+    def test_what_fits_needs_no_eviction(self, shm: Path, tmp_path: Path) -> None:
+        """Downloads that were removed just before may have made the room."""
+        legroom.open(make(tmp_path, 1)).close()
+        with store_module.open_stores() as stores, store_module.store_lock(stores.found[0]):
+            assert eviction.evict_until_fits(stores.found[0], store_free_space.BuildNeed(1000))
+        assert len(list_and_verify.entries()) == 1
+
 
 def room_used(shm: Path) -> int:
     return sum(file.stat().st_blocks * 512 for key in shm.iterdir() if is_key(key.name) for file in key.iterdir())
@@ -182,8 +189,13 @@ class TestFull:
                 return {"f_files": 100, "f_favail": 3}.get(name, getattr(self.stats, name))
 
         monkeypatch.setattr(os, "statvfs", lambda path: Stats(real(path)))
-        with pytest.raises(NoRoom, match="3 of 100 inodes free"):
+        with pytest.raises(NoRoom, match="3 of 100 inodes free") as refused:
+            legroom.open(make(tmp_path, 1), backing="disk")
+        assert "set LEGROOM_DIR to a directory of another file system" in refused.value.fix
+        monkeypatch.setattr(store_free_space, "in_memory", lambda store: store.backing == "shm")
+        with pytest.raises(NoRoom, match="3 of 100 inodes free") as refused:
             legroom.open(make(tmp_path, 1), backing="shm")
+        assert any("nr_inodes" in line for line in refused.value.fix)
 
 
 class TestRecord:
