@@ -288,15 +288,14 @@ class Reservation:
 
     def ask(self, count: int) -> None:
         """Raise NoRoom if that many more bytes no longer fit."""
-        bound = store_free_space.tightest(store_free_space.bounds_now(self.store))
-        if count > bound.free and not self._has_made_room(count):
-            raise store_free_space.no_room_error(self.store, BuildNeed(count), count - bound.free, bound)
-
-    def _has_made_room(self, count: int) -> bool:
-        if not self._evict:
-            return False
-        with store_lock(self.store):
-            return eviction.evict_until_fits(self.store, BuildNeed(count), mine=self.lock_file)
+        try:
+            store_free_space.check_now(self.store, count, BuildNeed(count))
+        except NoRoom:
+            if not self._evict:
+                raise
+            with store_lock(self.store):
+                if not eviction.evict_until_fits(self.store, BuildNeed(count), mine=self.lock_file):
+                    raise
 
     def __enter__(self) -> Reservation:
         return self

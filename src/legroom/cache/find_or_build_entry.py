@@ -25,7 +25,7 @@ from legroom.cache.lease_and_map_entry import (
     entry_record,
     lease,
     lock_name,
-    open_entry,
+    opened_entry,
     read_manifest,
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
@@ -50,6 +50,7 @@ from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.argument_checks import check_choice, check_path
+from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size
@@ -197,12 +198,10 @@ def _memory_maps() -> tuple[int, int]:
     """The memory maps of this process, and how many the kernel allows; (0, 1) where that cannot be read."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
-        used, fd = 0, os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        used = 0
+        with opened("/proc/self/maps") as fd:
             while count := os.readv(fd, [_MAPS_READ]):  # tens of thousands of lines
                 used += _MAPS_READ.count(b"\n", 0, count)
-        finally:
-            os.close(fd)
     except (OSError, ValueError, MemoryError):
         return 0, 1
     return used, most
@@ -405,11 +404,8 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
                 if held is None:
                     continue
                 try:
-                    folder = open_entry(store, key)
-                    try:
+                    with opened_entry(store, key) as folder:
                         return read_manifest(folder, key), store.root, held
-                    finally:
-                        os.close(folder)
                 except (OSError, Damaged, OtherFormat):
                     held.release()
     return None

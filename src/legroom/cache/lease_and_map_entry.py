@@ -32,7 +32,7 @@ from legroom.records.cache_entry import Entry, EntryArray, EntryTable, EntryUser
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import is_url
 
-_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
 _MOST_MANIFEST = 256 << 20
 # Errors that prove that the name is absent or not a file or directory. Any other error (descriptors, memory,
 # permission, the disk) proves nothing about the entry.
@@ -194,6 +194,16 @@ def open_entry(store: Store, key: str) -> int:
         os.close(folder)
         raise
     return folder
+
+
+@contextmanager
+def opened_entry(store: Store, key: str) -> Iterator[int]:
+    """The same for a block."""
+    folder = open_entry(store, key)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def read_manifest(folder: int, key: str) -> Manifest:

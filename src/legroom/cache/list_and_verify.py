@@ -7,7 +7,6 @@ pages select candidate entries, and only for those the file is hashed, once for 
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import time
@@ -499,10 +498,6 @@ def _whole(folder: int, item: Array | Table) -> bool:
     try:
         start = len(item.header) if isinstance(item, Array) else 0
         return mapped_files_and_checksums.hex_digits(mapped_files_and_checksums.file_crc32(fd, start)) == item.crc32
-    except OSError as problem:
-        if problem.errno == errno.EIO:  # the disk has lost it
-            return False
-        raise
     finally:
         os.close(fd)
 

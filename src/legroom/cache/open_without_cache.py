@@ -16,13 +16,13 @@ from legroom.cache.cached_arrays_and_tables import DataContents, ragged_of
 from legroom.cache.lease_and_map_entry import array_view, arrays_of, tables_of
 from legroom.cache.mapped_files_and_checksums import MappedFile
 from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, plan_files
-from legroom.cache.source_stamps_and_digests import source_changed_error, source_gone_error
+from legroom.cache.source_stamps_and_digests import opened_source, source_changed_error
 from legroom.cache.store_free_space import decoding_memory
 from legroom.cache.write_entry_files import check_source_checksum
 from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
 from legroom.formats.detect import open_source
-from legroom.formats.file_reads_and_errors import arriving, unreadable
+from legroom.formats.file_reads_and_errors import arriving
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records.cache_entry import Entry
@@ -130,11 +130,7 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
                   offset=extent.offset, alignment=spec.dtype.alignment)  # fmt: skip
         raise _cannot(spec.name, why)
     start = extent.offset - extent.offset % _PAGE
-    try:
-        fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as problem:
-        raise source_gone_error(extent.path, problem) from problem
-    try:
+    with opened_source(extent.path) as fd:
         if not any(os.path.samestat(os.fstat(fd), os.fstat(own)) for own in reader.descriptors()):
             raise source_changed_error(extent.path)  # its name leads to another file since its header was read
         length = extent.offset - start + extent.nbytes
@@ -147,10 +143,6 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
                 extent, spec.name, [(mapped_files_and_checksums.crc32()(bytes_of(array)), extent.nbytes)]
             )
         return array
-    except OSError as problem:
-        raise unreadable(extent.path, problem) from problem
-    finally:
-        os.close(fd)
 
 
 def _read(target: ArrayTarget, readers: Sequence[BaseReader], count: Callable[[int], None]) -> NDArray:

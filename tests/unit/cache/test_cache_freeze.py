@@ -237,7 +237,7 @@ def test_no_room_is_an_error_with_numbers_and_leaves_nothing(
     monkeypatch.setattr(
         store_free_space,
         "bounds",
-        lambda store, env=None: [*real(store, env), store_free_space.Bound(1 << 20, lambda: "a small store")],
+        lambda store: [*real(store), store_free_space.Bound(1 << 20, lambda: "a small store")],
     )
     big = [os.urandom(1000) for _ in range(100)] * 100
     with pytest.raises(NoRoom, match="no store has enough free space for big"):

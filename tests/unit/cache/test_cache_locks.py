@@ -147,7 +147,7 @@ if sys.argv[1] != "legroom.loader.batches.legroom_open":
 sys.meta_path.insert(0, Slow())
 uses = {
     "open": lambda: legroom.open(sys.argv[2]),
-    "fits": lambda: mmap_huge_pages_crc32._fits(1),
+    "fits": lambda: mapped_files_and_checksums._fits(1),
     "available": lambda: legroom.available("gpu0"),
 }
 use = uses[sys.argv[3]]

@@ -251,3 +251,14 @@ def test_a_file_that_cannot_be_mapped_is_not_advised_to_be(
             legroom.open(path)  # type: ignore[arg-type]
         assert "inplace" not in " ".join(caught.value.fix)
         assert "keys=" not in " ".join(caught.value.fix)  # there is one array
+
+
+def test_a_manifest_that_is_written_in_several_calls_is_whole(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, memoryview(data)[:400], offset))
+    path = make(tmp_path, 1, 1000)
+    assert int(legroom.open(path)["array"].sum()) == 1000
+    (found,) = list_and_verify.verify()
+    assert found.whole
