@@ -280,7 +280,7 @@ def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None
             with suppress(OSError):
                 remembered_sources.write_record(store, asked.source, {"md5": digest}, time.time_ns())
             return found
-        found.lease.release() if found.lease is not None else None
+        found.lease.release()
     return None
 
 

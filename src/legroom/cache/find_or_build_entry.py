@@ -30,6 +30,7 @@ from legroom.cache.lease_and_map_entry import (
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.mapped_files_and_checksums import Prefault
+from legroom.cache.remembered_sources import SourceRecord
 from legroom.cache.source_stamps_and_digests import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
@@ -325,7 +326,7 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
         arrays=attached.arrays,
         tables=attached.tables,
         ragged=ragged_of(manifest.arrays),
-        extent=_Extents(manifest, attached.root),
+        extent=_extents(manifest, attached.root),
         prefault=Prefault(attached.maps, in_memory=memory) if attached.maps and request.prefault else None,
         keep=attached.lease,
         findings=attached.findings,
@@ -335,53 +336,59 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
     return kind(contents, request.keys, again)
 
 
-class _Extents:
+def _extents(manifest: Manifest, root: Path) -> Callable[[str], Extent | None]:
     """Where the arrays of an entry lie in its files."""
+    arrays: dict[str, Array] = {}  # made at the first call: most opens ask for none
 
-    __slots__ = ("_arrays", "_manifest", "_root")
+    def extent(name: str) -> Extent | None:
+        if not arrays:
+            arrays.update((array.name, array) for array in manifest.arrays)
+        array = arrays.get(name)
+        return None if array is None else Extent(root / manifest.key / array.file, len(array.header), array.nbytes)
 
-    def __init__(self, manifest: Manifest, root: Path) -> None:
-        self._manifest, self._root = manifest, root
-        self._arrays: dict[str, Array] | None = None  # made at the first call: most opens ask for none
-
-    def __call__(self, name: str) -> Extent | None:
-        if self._arrays is None:
-            self._arrays = {array.name: array for array in self._manifest.arrays}
-        array = self._arrays.get(name)
-        if array is None:
-            return None
-        return Extent(self._root / self._manifest.key / array.file, len(array.header), array.nbytes)
+    return extent
 
 
 def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:
     """Unpickle in another process: attach the same entry by name, else open the same source."""
-    if root is not None and key is not None and not legroom_disabled(os.environ) and locks.SUPPORTED:
-        candidate = StoreCandidate(Path(root).parent, backing, named=True)
-        try:
-            if os.fspath(candidate.root) == root:
-                with open_store(candidate, make=False) as store:
-                    found = attach(store, key)
-                if found is not None:
-                    return _data(kind, found, request)
-        except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable):
-            pass  # opening the source reports the problem or rebuilds the entry
+    if root is not None and key is not None and not legroom_disabled(os.environ):
+        with suppress(*CANNOT_ATTACH):  # opening the source reports the problem or rebuilds the entry
+            found = attach_named(root, backing, key)
+            if found is not None:
+                return _data(kind, found, request)
     return open_as(kind, request)
+
+
+CANNOT_ATTACH = (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable)
+
+
+def attach_named(root: str, backing: Any, key: str) -> Attached | None:
+    """Attach an entry that another process has pickled. None if it is not there, else one of CANNOT_ATTACH."""
+    candidate = StoreCandidate(Path(root).parent, backing, named=True)
+    if os.fspath(candidate.root) != root or not locks.SUPPORTED:
+        return None
+    with open_store(candidate, make=False) as store:
+        return attach(store, key)
 
 
 def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:
     """Attach the source's entry by its record. None if there is no usable one."""
-    for store in existing_stores():
-        if not request.wants(store):
-            continue
-        record = remembered_sources.read_record(store, source)
-        if record is None or not record.is_trusted(asked_ns):
-            continue
-        readers = _installed(record.readers)
+    for store, record, readers in _trusted_records(request, source, asked_ns):
         for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
             found = find_by_digest(request, source, store, record.digests[algorithm], algorithm, readers)
             if found is not None:
                 return found
     return None
+
+
+def _trusted_records(
+    request: OpenRequest, source: Source, asked_ns: int
+) -> Iterator[tuple[Store, SourceRecord, tuple[str, ...] | None]]:
+    """The records of a source that may be used, each with its store and the installed readers of the source."""
+    for store in existing_stores():
+        record = remembered_sources.read_record(store, source) if request.wants(store) else None
+        if record is not None and record.is_trusted(asked_ns):
+            yield store, record, _installed(record.readers)
 
 
 def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | None:
@@ -392,11 +399,7 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
     if legroom_disabled(os.environ) or not locks.SUPPORTED:
         return None
     source, asked_ns = source_stamps_and_digests.stamp_source(request.paths), time.time_ns()
-    for store in existing_stores():
-        record = remembered_sources.read_record(store, source) if request.wants(store) else None
-        if record is None or not record.is_trusted(asked_ns):
-            continue
-        readers = _installed(record.readers)
+    for store, record, readers in _trusted_records(request, source, asked_ns):
         for algorithm, digest in record.digests.items():
             for options in usable_options(request, source, readers):
                 key = key_of(digest, algorithm, options)
@@ -495,7 +498,7 @@ def discard_unusable(store: Store, key: str) -> bool:
             except FileNotFoundError:
                 pass
         else:
-            if found is not None and found.lease is not None:
+            if found is not None:
                 found.lease.release()
             return True
     if moved is not None:

@@ -18,32 +18,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from legroom.cache import locks, remembered_sources, store_free_space
 from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
-from legroom.cache.find_or_build_entry import attach_usable, in_first_store, resource_errors
+from legroom.cache.find_or_build_entry import (
+    CANNOT_ATTACH,
+    attach_named,
+    attach_usable,
+    in_first_store,
+    resource_errors,
+)
 from legroom.cache.frozen_encoding import ENCODING, Encoder
 from legroom.cache.frozen_sequence_and_mapping import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
 from legroom.cache.frozen_writer import TYPES, FileOutputs, MemoryOutputs, Outputs, is_large, write_object
-from legroom.cache.lease_and_map_entry import Attached, attach, entry_record
+from legroom.cache.lease_and_map_entry import Attached, entry_record
 from legroom.cache.locks import Lock
-from legroom.cache.manifest import FORMAT, FROZEN, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.manifest import FORMAT, FROZEN, Manifest, Options, key_of
 from legroom.cache.staging_directory import StagingDirectory
-from legroom.cache.store_directories import (
-    Store,
-    StoreCandidate,
-    Stores,
-    UnusableStore,
-    log,
-    open_store,
-    open_stores,
-    step,
-)
-from legroom.errors import EntryUnreadable, NotLoaded, StoreError, UnsupportedData, UsageError
+from legroom.cache.store_directories import Store, Stores, log, open_stores, step
+from legroom.errors import NotLoaded, StoreError, UnsupportedData, UsageError
 from legroom.messages import say
 from legroom.probe.copy_on_write import PAGE, CopiedMemory, share_of
 from legroom.records.cache_entry import Entry, EntryArray
@@ -246,14 +242,11 @@ def _contents(attached: Attached) -> FrozenContents:
 
 def attach_frozen(root: str, backing: Any, key: str) -> FrozenContents:
     """The contents of a frozen object that another process has pickled."""
-    candidate = StoreCandidate(Path(root).parent, backing, named=True)
     why = say("the entry was dropped, or the other process runs on another machine or in another container")
     found = None
     try:
-        if os.fspath(candidate.root) == root and locks.SUPPORTED:
-            with open_store(candidate, make=False) as store:
-                found = attach(store, key)
-    except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable) as problem:
+        found = attach_named(root, backing, key)
+    except CANNOT_ATTACH as problem:
         why = str(problem)
     if found is None:
         raise NotLoaded(
@@ -458,24 +451,14 @@ def _is_dataset(value: Any) -> bool:
 
 def python_bytes(value: Any, *, most_of_each: int = sys.maxsize) -> int:
     """Bytes that a container takes as Python objects, from a sample of its items; ``most_of_each`` object."""
-    return _Measure(most_of_each).of(value, 0)
+    seen: set[int] = set()  # one that is met twice counts once
 
-
-class _Measure:
-    """Adds up sizes of objects; one that is met twice counts once."""
-
-    def __init__(self, most_of_each: int) -> None:
-        self._seen: set[int] = set()
-        self._left = _MOST_PARTS
-        self._most = most_of_each
-
-    def of(self, value: Any, depth: int) -> int:
-        if id(value) in self._seen or self._left <= 0:
+    def measure(value: Any, depth: int) -> int:
+        if id(value) in seen or len(seen) >= _MOST_PARTS:
             return 0
-        self._seen.add(id(value))
-        self._left -= 1
-        size = min(self._most, sys.getsizeof(value, 0))
-        if self._most < sys.maxsize and not isinstance(value, _INLINE):
+        seen.add(id(value))
+        size = min(most_of_each, sys.getsizeof(value, 0))
+        if most_of_each < sys.maxsize and not isinstance(value, _INLINE):
             size = min(size, type(value).__basicsize__ + _GC_HEAD)  # the rest lies elsewhere, as an array's data do
         parts: Sequence[Any] = ()
         count = 0
@@ -491,4 +474,6 @@ class _Measure:
             parts = list(islice(value, _SAMPLE))
         if not parts or depth >= _DEEPEST:
             return size
-        return size + sum(self.of(part, depth + 1) for part in parts) * count // len(parts)
+        return size + sum(measure(part, depth + 1) for part in parts) * count // len(parts)
+
+    return measure(value, 0)

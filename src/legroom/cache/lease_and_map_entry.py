@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -55,12 +55,8 @@ class Attached:
     arrays: Mapping[str, NDArray]
     maps: tuple[MappedFile, ...]
     tables: Mapping[str, Sequence[MappedFile]]  # the Arrow files of each table, one per shard
-    lease: EntryLease | None
+    lease: EntryLease
     findings: tuple[Finding, ...] = ()  # stores that were not used when it was built
-
-    def path(self, item: Array | Table) -> Path:
-        """The file of one array or table."""
-        return self.root / self.manifest.key / item.file
 
 
 @dataclass(eq=False, frozen=True, slots=True, weakref_slot=True)
@@ -371,19 +367,3 @@ def tables_of(tables: Iterable[tuple[str, Table | TableSpec]]) -> dict[str, Entr
         before = found.get(name, EntryTable(0, {}, 0))
         found[name] = EntryTable(before.rows + table.rows, table.columns, before.bytes + table.nbytes, table.attributes)
     return found
-
-
-def unusable_entry_record(
-    key: str,
-    backing: Literal["shm", "disk"],
-    store: str,
-    nbytes: int,
-    *,
-    damaged: str | None = None,
-    unreadable: str | None = None,
-) -> Entry:
-    """The record of a directory that has an entry's name but is damaged or unreadable."""
-    return Entry(
-        key, (), None, None, "unknown", backing, nbytes, {}, {}, {},
-        store=store, damaged=damaged, unreadable=unreadable,
-    )  # fmt: skip

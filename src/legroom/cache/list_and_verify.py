@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from legroom.cache import mapped_files_and_checksums, remembered_sources, source_stamps_and_digests, store_free_space
 from legroom.cache.eviction import last_used, least_recent_first
@@ -25,9 +25,8 @@ from legroom.cache.lease_and_map_entry import (
     lease,
     lock_name,
     open_checked,
-    open_entry,
+    opened_entry,
     read_manifest,
-    unusable_entry_record,
 )
 from legroom.cache.manifest import FROZEN, Array, Damaged, Manifest, OtherFormat, Table, is_key
 from legroom.cache.source_stamps_and_digests import Source
@@ -350,45 +349,46 @@ def _keys_of_paths(store: Store, paths: Sequence[SourcePath], matcher: SourceMat
 
 def keys_named(store: Store, name: str) -> list[str]:
     """The keys of frozen objects with that name."""
-    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
-    return [
-        key
-        for key, found in manifests
-        if isinstance(found, Manifest) and found.kind == FROZEN and found.attributes.get("name") == name
-    ]
+    return _keys_where(store, lambda found: found.kind == FROZEN and found.attributes.get("name") == name)
 
 
 def keys_built_from(store: Store, paths: Sequence[SourcePath]) -> list[str]:
     """The keys in a store that were built from a file of that name, whatever its content is now."""
     names = {os.fspath(path) for path in paths}
-    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
-    return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
+    return _keys_where(store, lambda found: bool(names & set(found.paths)))
 
 
 def keys_of_content(store: Store, paths: Sequence[SourcePath], matcher: SourceMatcher) -> list[str]:
     """The keys in a store that have the current content of these files."""
+    return _keys_where(store, lambda found: matcher.matches(paths, found))
+
+
+def _keys_where(store: Store, wanted: Callable[[Manifest], bool]) -> list[str]:
     manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
-    return [key for key, found in manifests if isinstance(found, Manifest) and matcher.matches(paths, found)]
+    return [key for key, found in manifests if isinstance(found, Manifest) and wanted(found)]
 
 
 def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OSError | None:
-    """The manifest of an entry, or the error that makes it unusable or unreadable. None if it is gone."""
+    """The manifest of an entry, or the error that makes it unusable or unreadable. None if it is gone.
+
+    Raises an error that shows a shortage in this process: it does not concern the entry.
+    """
     if not is_key(key):
         return None
     try:
-        folder = open_entry(store, key)
+        with opened_entry(store, key) as folder:
+            try:
+                return read_manifest(folder, key)
+            except (Damaged, OtherFormat, OSError):
+                if not _is_named(store, key, folder):
+                    return None  # removed after it was opened: its files may be gone already
+                raise
     except FileNotFoundError:
         return None
-    except (Damaged, OSError) as problem:
-        return _raise_shortage(problem)
-    try:
-        return read_manifest(folder, key)
     except (Damaged, OtherFormat, OSError) as problem:
-        if not _is_named(store, key, folder):
-            return None  # removed after it was opened: its files may be gone already
-        return _raise_shortage(problem)
-    finally:
-        os.close(folder)
+        if isinstance(problem, OSError) and is_resource_shortage(problem):
+            raise
+        return problem
 
 
 def _is_named(store: Store, key: str, folder: int) -> bool:
@@ -399,27 +399,18 @@ def _is_named(store: Store, key: str, folder: int) -> bool:
         return False
 
 
-_T = TypeVar("_T", bound=Exception)
-
-
-def _raise_shortage(problem: _T) -> _T:
-    """Return an error that concerns one entry. Raise one that shows a shortage in this process."""
-    if isinstance(problem, OSError) and is_resource_shortage(problem):
-        raise problem
-    return problem
-
-
 def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
     """One entry as it is now. None if it is gone."""
     manifest = manifest_of(store, key)
     if manifest is None:
         return None
     root = os.fspath(store.root)
-    if isinstance(manifest, (OtherFormat, OSError)):  # an entry of another format is no damaged one
-        why = manifest.strerror or str(manifest) if isinstance(manifest, OSError) else str(manifest)
-        return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), unreadable=why)
     if not isinstance(manifest, Manifest):
-        return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), damaged=str(manifest))
+        # An entry of another format is no damaged one.
+        why = manifest.strerror or str(manifest) if isinstance(manifest, OSError) else str(manifest)
+        field = "damaged" if isinstance(manifest, Damaged) else "unreadable"
+        size = directory_bytes(store.fd, key)
+        return Entry(key, (), None, None, "unknown", store.backing, size, {}, {}, {}, root, **{field: why})  # type: ignore[arg-type]
     return entry_record(
         manifest,
         store.backing,
@@ -465,14 +456,11 @@ def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verificati
         if entry.damaged is not None:
             return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
         try:
-            folder = open_entry(store, key)
+            with opened_entry(store, key) as folder:
+                manifest = read_manifest(folder, key)
+                damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except FileNotFoundError:
             return None
-        except Damaged as problem:
-            return Verification(entry, (str(problem),), "not-checked", say("it cannot be read"))
-        try:
-            manifest = read_manifest(folder, key)
-            damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except (Damaged, OtherFormat) as problem:
             return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
         except OSError as problem:
@@ -480,8 +468,6 @@ def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verificati
                 raise
             unreadable = problem.strerror or str(problem)
             return Verification(replace(entry, unreadable=unreadable), (), "not-checked", unreadable)
-        finally:
-            os.close(folder)
     if matcher is None:
         return Verification(entry, damaged, "not-checked", say("not requested"))
     if not manifest.paths:

@@ -12,7 +12,7 @@ from legroom.messages import say
 from legroom.remote.conditional_range_requests import RangeReader, read_stream
 from legroom.remote.http_connections import Sink
 from legroom.remote.remote_errors_and_retries import CallerFailed, remote_error, retried, seconds, short_read, timeout
-from legroom.remote.remote_object import ObjectStamp, ObjectUrl, object_url, redacted, stamp_of_info
+from legroom.remote.remote_object import REMOTE_DATA, S3, ObjectStamp, ObjectUrl, object_url, redacted, stamp_of_info
 from legroom.system.lazy_and_optional_imports import require
 
 CONNECTIONS = 16
@@ -210,7 +210,7 @@ def _filesystem(url: ObjectUrl) -> tuple[Any, str]:
             why=say("Legroom keeps the data in its own cache"),
             fix=(say("pass the URL of the object itself"),),
         )
-    core = require("fsspec.core", "remote", say("remote data"))
+    core = require("fsspec.core", "remote", REMOTE_DATA)
     problem: LegroomError | None = None
     try:
         with _opening:  # fsspec's table of file systems is not made for threads
@@ -234,9 +234,9 @@ def _filesystem(url: ObjectUrl) -> tuple[Any, str]:
 
 
 def _options(url: ObjectUrl) -> dict[str, Any]:
-    if url.protocol not in ("s3", "s3a"):
+    if url.protocol not in S3:
         return {}
-    config = require("fsspec.config", "remote", say("remote data")).conf
+    config = require("fsspec.config", "remote", REMOTE_DATA).conf
     given = {**config.get("s3", {}), **config.get(url.protocol, {})}
     wanted = {"max_pool_connections": 2 * CONNECTIONS, "connect_timeout": timeout(), "read_timeout": timeout()}
     options: dict[str, Any] = {"config_kwargs": {**wanted, **given.get("config_kwargs", {})}}
