@@ -19,6 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +61,9 @@ class Download:
         """Begin or resume it in an existing folder of its own.
 
         Args:
-            url: The object.
-            stamp: The version of it.
             folder: Where its file and journal are.
             whole: Fetch all of it; else only what is waited for.
             ask: Called before bytes are written; raises if they no longer fit.
-            threads: How many requests run at the same time.
             supplied: Ask the server for nothing: every piece comes by ``put``.
             in_memory: The folder is in a file system in memory, where reading a mapped file cannot fail.
         """
@@ -73,8 +71,8 @@ class Download:
         self._ask, self._whole, self._supplied, self._in_memory = ask, whole, supplied, in_memory
         self.waiting: Callable[[], None] = lambda: None  # called now and then by every thread that waits
         self._changed = threading.Condition()
-        self._problem: BaseException | None = None
-        self._stopped = False
+        self.problem: BaseException | None = None  # why it failed, if it has
+        self._stopped = self._closed = False
         self._threads: list[threading.Thread] = []
         self._wanted: deque[tuple[int, int]] = deque()  # ranges of pieces that are waited for, not asked for yet
         self._awaited: list[tuple[int, int]] = []  # by readers, now
@@ -86,20 +84,23 @@ class Download:
         self._granted = 0  # bytes that may be put without another question
         self.received = 0  # bytes that came over the network
         self.size = stamp.size if stamp.by_ranges else None
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._journal = os.open(
-            folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
         self._checksums: dict[int, int] = {}
         self._claimed: set[int] = set()  # pieces of an earlier attempt
         self._state = bytearray()
         self._users = 1  # this object and each of its threads
         self._most = max(1, threads)
         self._remote: RemoteObject | None = None
-        if self.size is not None:
-            self._state = bytearray(-(-self.size // PIECE))
-            self._claim()
         self.present = 0  # bytes that are known to be right
+        with ExitStack() as unless_open:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self._file = os.open(self.path, flags, 0o600)
+            unless_open.callback(os.close, self._file)
+            self._journal = os.open(folder / JOURNAL, flags | os.O_APPEND, 0o600)
+            unless_open.callback(os.close, self._journal)
+            if self.size is not None:
+                self._state = bytearray(-(-self.size // PIECE))
+                self._claim()
+            unless_open.pop_all()
 
     def start(self) -> None:
         """Start the requests. An object that comes in one request is read here, to its end."""
@@ -126,11 +127,6 @@ class Download:
             break
 
     @property
-    def problem(self) -> BaseException | None:
-        """Why it failed, if it has."""
-        return self._problem
-
-    @property
     def is_whole(self) -> bool:
         """Whether all of it comes, in pieces."""
         return self._whole and bool(self._state)
@@ -139,16 +135,20 @@ class Download:
         """The checksum of the bytes from ``start`` to the end, when all have come."""
         assert self.is_complete and self.size is not None
         first = start // PIECE
-        head = memoryview(bytearray(min(self.size, (first + 1) * PIECE) - start))
+        head = memoryview(bytearray(self._end(first) - start))
         read_at(self._file, head, start)
         rest = range(first + 1, len(self._state))
-        sizes = (min(PIECE, self.size - number * PIECE) for number in rest)
         return mapped_files_and_checksums.combined(
             [
                 (mapped_files_and_checksums.crc32()(head), len(head)),
-                *((self._checksums[number], size) for number, size in zip(rest, sizes, strict=True)),
+                *((self._checksums[number], self._end(number) - number * PIECE) for number in rest),
             ]
         )
+
+    def _end(self, number: int) -> int:
+        """Where a piece ends."""
+        assert self.size is not None
+        return min(self.size, (number + 1) * PIECE)
 
     @property
     def is_complete(self) -> bool:
@@ -159,25 +159,26 @@ class Download:
         if count <= 0 or not self._state:
             return
         first, last = offset // PIECE, min(len(self._state), (offset + count - 1) // PIECE + 1)
-        with self._changed:
-            if all(state == _HERE for state in self._state[first:last]):
-                return
-            if self._stopped and self._problem is None:
-                raise ValueError("the download was closed")
-            self._wanted.append((first, last))
-            self._awaited.append((first, last))
-            self._changed.notify_all()
-            try:
-                while self._problem is None and not self._stopped:
+        asked = False
+        try:
+            while True:
+                with self._changed:
                     if all(state == _HERE for state in self._state[first:last]):
                         return
+                    if self.problem is not None or self._stopped:
+                        break
+                    if not asked:
+                        asked = True
+                        self._wanted.append((first, last))
+                        self._awaited.append((first, last))
+                        self._changed.notify_all()
                     self._changed.wait(0.1)
-                    self.waiting()
-            finally:
-                self._awaited.remove((first, last))
-        if self._problem is not None:
-            raise _again(self._problem)
-        raise ValueError("the download was closed")
+                self.waiting()  # without the lock: what it calls may take its time
+        finally:
+            if asked:
+                with self._changed:
+                    self._awaited.remove((first, last))
+        raise _copy_of(self.problem) if self.problem is not None else ValueError("the download was closed")
 
     def wait_some(self, offset: int, most: int) -> int:
         """Return when some of these bytes are in the file: how many, one after the other."""
@@ -213,7 +214,7 @@ class Download:
     def put(self, number: int, data: memoryview) -> None:
         """Write a piece that came another way, already verified by the caller. Once: another time does nothing."""
         start = number * PIECE
-        if self.size is None or len(data) != min(PIECE, self.size - start):
+        if self.size is None or len(data) != self._end(number) - start:
             raise ValueError(f"piece {number} has {len(data)} bytes")
         with self._changed:
             if self._state[number] != _MISSING:
@@ -228,7 +229,7 @@ class Download:
             with self._changed:
                 self._state[number] = _MISSING
             raise
-        self._done(number, number + 1, len(data))
+        self._done(number)
 
     def _ask_ahead(self, count: int) -> None:
         """Ask for the room of pieces that come by ``put``, for several at once: an answer takes a millisecond."""
@@ -244,12 +245,11 @@ class Download:
 
     def read(self, first: int, last: int, into: memoryview) -> None:
         """Fill ``into`` with some pieces: from the file if they are there, else from the server. Keeps nothing."""
-        assert self.size is not None
         start, at = first * PIECE, first
         while at < last:
             here = self._state[at] == _HERE
             end = next((n for n in range(at, last) if (self._state[n] == _HERE) != here), last)
-            view = into[at * PIECE - start : min(self.size, end * PIECE) - start]
+            view = into[at * PIECE - start : self._end(end - 1) - start]
             if here:
                 read_at(self._file, view, at * PIECE)
             else:
@@ -259,13 +259,15 @@ class Download:
     def fail(self, problem: BaseException) -> None:
         """Let every reader that waits fail with this."""
         with self._changed:
-            self._problem = self._problem or problem
+            self.problem = self.problem or problem
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads and close the files. What was written stays."""
+        """End the threads and close the files. What was written stays. Calling it again does nothing."""
         with self._changed:
-            self._stopped = True
+            if self._closed:
+                return
+            self._closed = self._stopped = True
             self._changed.notify_all()
             remote = self._remote
         if remote is not None:
@@ -305,8 +307,8 @@ class Download:
                     self._fetch(first, last)
         except BaseException as problem:
             with self._changed:
-                if self._problem is None and not self._stopped:
-                    self._problem = problem
+                if self.problem is None and not self._stopped:
+                    self.problem = problem
                 self._stopped = True
                 self._changed.notify_all()
         finally:
@@ -372,8 +374,7 @@ class Download:
         return max(1, min(_LARGEST, begun, left, allowed))
 
     def _fetch(self, first: int, last: int) -> None:
-        assert self.size is not None
-        start, end = first * PIECE, min(self.size, last * PIECE)
+        start, end = first * PIECE, self._end(last - 1)
         self._ask(end - start)
         self._begun = self._begun or time.monotonic()
         self._object().read(self.stamp, start, end, _PieceSink(self, first))
@@ -396,30 +397,30 @@ class Download:
             self._state[number] = _WRITING
             self._asked.pop(number, None)
         self._write(number, data)
-        self._done(number, number + 1, len(data))
+        self._done(number)
 
     def _compare(self, first: int, last: int) -> None:
         """Compare pieces of an earlier attempt with their checksums. Those that differ are fetched."""
-        assert self.size is not None
-        crc = mapped_files_and_checksums.crc32()
         for number in range(first, last):
-            start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
-            buffer = memoryview(bytearray(end - start))
-            if read_at(self._file, buffer, start) == end - start and crc(buffer) == self._checksums[number]:
-                self._done(number, number + 1, end - start)
-                continue
-            self._fetch(number, number + 1)
+            if self._as_recorded(number):
+                self._done(number)
+            elif self._state[number] != _HERE:  # another thread may have fetched it meanwhile
+                self._fetch(number, number + 1)
 
     def _compare_all(self) -> None:
         """Compare the pieces of an earlier attempt. Those that differ are missing."""
-        assert self.size is not None
-        crc = mapped_files_and_checksums.crc32()
-        for number, checksum in self._checksums.items():
-            start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
-            buffer = memoryview(bytearray(end - start))
-            same = read_at(self._file, buffer, start) == end - start and crc(buffer) == checksum
-            self._state[number] = _HERE if same else _MISSING
-            self.present += end - start if same else 0
+        for number in self._checksums:
+            self._state[number] = _MISSING
+            if self._as_recorded(number):
+                self._done(number)
+
+    def _as_recorded(self, number: int) -> bool:
+        """Whether a piece in the file has the checksum that the journal has of it."""
+        start = number * PIECE
+        buffer = memoryview(bytearray(self._end(number) - start))
+        return read_at(self._file, buffer, start) == len(buffer) and (
+            mapped_files_and_checksums.crc32()(buffer) == self._checksums[number]
+        )
 
     def _write(self, number: int, data: memoryview) -> None:
         write_all(self._file, data, number * PIECE)
@@ -427,12 +428,12 @@ class Download:
         head = struct.pack("<QI", number, crc)
         os.write(self._journal, head + struct.pack("<I", zlib.crc32(head)))  # after the data, in one call
 
-    def _done(self, first: int, last: int, count: int) -> None:
+    def _done(self, number: int) -> None:
         with self._changed:
-            for number in range(first, last):
+            if self._state[number] != _HERE:  # two threads may have compared it
                 self._state[number] = _HERE
-            self.present += count
-            self._changed.notify_all()
+                self.present += self._end(number) - number * PIECE
+                self._changed.notify_all()
 
     def _count(self, more: int) -> None:
         self.received += more
@@ -473,7 +474,7 @@ class Download:
         try:
             self._object().read_whole(begin, take, self.stamp.size)
         except RemoteError as problem:
-            self._problem = problem
+            self.problem = problem
             raise
         self.size = self.present
         self.stamp = replace(self.stamp, size=self.present)
@@ -483,8 +484,7 @@ class _PieceSink:
     """Pieces of one request: each is written and counted when its last byte has come."""
 
     def __init__(self, download: Download, first: int) -> None:
-        assert download.size is not None
-        self._download, self._number, self._size = download, first, download.size
+        self._download, self._number = download, first
         if not hasattr(_local, "buffer"):
             _local.buffer = memoryview(bytearray(PIECE))
         self._buffer: memoryview = _local.buffer  # fsspec's thread may be the one that fills it
@@ -492,7 +492,7 @@ class _PieceSink:
         self._begin()
 
     def _begin(self) -> None:
-        self._piece = self._buffer[: max(0, min(PIECE, self._size - self._number * PIECE))]
+        self._piece = self._buffer[: max(0, self._download._end(self._number) - self._number * PIECE)]
         self._filled = 0
 
     def room(self) -> memoryview:
@@ -520,11 +520,11 @@ def _records(journal: int) -> Iterator[tuple[int, int]]:
             yield number, crc
 
 
-def _again(problem: BaseException) -> BaseException:
+def _copy_of(problem: BaseException) -> BaseException:
     """The same error for another thread: one exception object must not be raised by several."""
     return copy(problem) if isinstance(problem, LegroomError) else problem
 
 
 def first_problem(downloads: Iterable[Download]) -> BaseException | None:
     """The first error among downloads."""
-    return next((_again(one.problem) for one in downloads if one.problem is not None), None)
+    return next((_copy_of(one.problem) for one in downloads if one.problem is not None), None)

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,16 +21,17 @@ from pathlib import Path
 from legroom.cache import eviction, locks, store_free_space
 from legroom.cache.download import Download, first_problem
 from legroom.cache.file_stamps import StampedFile
+from legroom.cache.find_or_build_entry import in_first_store
 from legroom.cache.locks import Lock
 from legroom.cache.plan_entry_files import SourceLayout
 from legroom.cache.source_stamps_and_digests import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import BUILDING, DOWNLOAD, LOCK, WORK, Store, Stores, open_stores, step, store_lock
+from legroom.cache.store_free_space import BuildNeed
 from legroom.errors import (
     DamagedSource,
     LegroomError,
     NoRoom,
-    NoStore,
     SourceChanged,
     SourceError,
     TransferDamaged,
@@ -59,12 +60,6 @@ def supplied(url: ObjectUrl, begun: Callable[[Download], None]) -> Iterator[None
         _supplies.pop(url.identity, None)
 
 
-def download_name(url: ObjectUrl, stamp: ObjectStamp) -> str:
-    """The directory of a download in ``work/``."""
-    text = repr((1, url.identity, str(stamp), stamp.size))
-    return DOWNLOAD + hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
 class Fetched:
     """The remote objects of a source while it is being built: files on this machine that fill while they are read."""
 
@@ -72,10 +67,6 @@ class Fetched:
         self.source = source
         self._downloads = {download.path: download for download in downloads}
         self._reservation = reservation
-
-    @property
-    def received(self) -> int:
-        return sum(download.received for download in self._downloads.values())
 
     def want(self, layout: SourceLayout) -> None:
         """Ask for the bytes of the arrays that are selected, before they are waited for."""
@@ -98,6 +89,11 @@ class Fetched:
         if self._reservation is not None:
             self._reservation.update(self._downloads.values())
 
+    def fail(self, problem: BaseException) -> None:
+        """Let every reader that waits fail with this, however long the server is silent."""
+        for download in self._downloads.values():
+            download.fail(problem)
+
 
 @contextmanager
 def fetched(
@@ -115,59 +111,59 @@ def fetched(
     When the entry is published, or the data turn out to be unusable, the downloads are removed. After any other
     failure they are kept for the next attempt.
     """
-    remote = sorted({file.path: file for file in source.files if isinstance(file.path, ObjectUrl)}.items(), key=_order)
+    # By name: one object may have several URLs, with other signatures. In the same order in every process, so that no
+    # two wait for each other.
+    named = {name: file for file in source.files if (name := _name(file)) is not None}
+    remote = sorted(named.items())
     if not remote:
         yield Fetched(source, (), None)
         return
-    supplies: dict[Path, Callable[[Download], None]] = {}
-    downloads: list[Download] = []
+    downloads: dict[str, Download] = {}
     with ExitStack() as stack:
-        total = sum(_size(file) for _, file in remote)
+        total = sum(file.size for _, file in remote)
         # An .npy object becomes the entry's file. Any other needs its room a second time for the entry.
-        once = len(remote) == 1 and remote[0][0].name.endswith(".npy") and whole
+        once = len(remote) == 1 and remote[0][1].path.name.endswith(".npy") and whole
         preferred = sorted(stores.found, key=lambda store: not wants(store))
-        names = [_name(file) for _, file in remote]
-        store = _choose(preferred, names, total, total if once else 2 * total, evict)
-        reservation = stack.enter_context(Reservation(store))
-        held: list[tuple[str, Lock]] = []
+        store = _choose(preferred, list(named), total, total if once else 2 * total, evict=evict, whole=whole)
+        reservation = stack.enter_context(Reservation(store, whole=whole, evict=evict))
+        held: list[str] = []
         useless = False
         try:
-            for url, file in remote:  # in the same order in every process: no two wait for each other
-                name = _name(file)
-                held.append((name, stack.enter_context(_locked(store, name))))
-                folder = _folder(store, name)
-                assert isinstance(file.stamp, ObjectStamp)
-                supply = _supplies.pop(url.identity, None)  # once: another attempt fetches by itself
+            begun: list[tuple[Download, Callable[[Download], None] | None]] = []
+            for name, file in remote:
+                assert isinstance(file.path, ObjectUrl) and isinstance(file.stamp, ObjectStamp)
+                stack.enter_context(_locked(store, name))
+                held.append(name)
+                supply = _supplies.pop(file.path.identity, None)  # once: another attempt fetches by itself
                 in_memory, taken = store.backing == "shm", supply is not None
+                folder = _folder(store, name)
                 download = Download(
-                    url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=taken, in_memory=in_memory
+                    file.path, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=taken, in_memory=in_memory
                 )
-                stack.enter_context(download)
-                downloads.append(download)
-                if supply is not None:
-                    supplies[download.path] = supply
-            reservation.update(downloads)
+                downloads[name] = stack.enter_context(download)
+                begun.append((download, supply))
+            reservation.update(downloads.values())
             step("download")
             if announce is not None:
                 announce(reservation)
-            report = partial(_report, downloads, reservation, progress, threading.get_ident())
-            for download in downloads:
+            report = partial(_report, downloads.values(), reservation, progress, threading.get_ident())
+            for download, supply in begun:
                 download.waiting = report
                 download.start()
                 stack.enter_context(arriving(download.path, download))
-                if download.path in supplies:
-                    supplies[download.path](download)
+                if supply is not None:
+                    supply(download)
             files = tuple(_local(file, downloads) for file in source.files)
-            yield Fetched(replace(source, files=files), downloads, reservation)
+            yield Fetched(replace(source, files=files), list(downloads.values()), reservation)
             useless = True
         except SourceError as problem:
-            useless = isinstance(first_problem(downloads) or problem, _USELESS)
-            raise _in_words_of_the_url(problem, downloads) from None
+            useless = isinstance(first_problem(downloads.values()) or problem, _USELESS)
+            raise in_words_of_the_url(problem, downloads.values()) from None
         finally:
-            for download in downloads:
+            for download in downloads.values():
                 download.close()
             if useless:
-                _remove(store, [name for name, _ in held])
+                _remove(store, held)
 
 
 @contextmanager
@@ -175,26 +171,22 @@ def temporary_file(url: ObjectUrl, stamp: ObjectStamp, *, whole: bool) -> Iterat
     """An object as a file that fills while it is read, and is removed afterwards. Not for other processes."""
     with ExitStack() as stack:
         stores = stack.enter_context(open_stores(make=True))
-        need = store_free_space.BuildNeed((stamp.size or 0) if whole else 0, 3)
-        refused: NoRoom | None = None
-        for store in stores.found[::-1]:  # the disk first: it is read once
-            try:
-                work = stack.enter_context(StagingDirectory(store, need, evict=True))
-                break
-            except NoRoom as problem:
-                refused = problem
-        else:
-            raise refused or NoStore(say("no directory is usable for the shared cache"))
+        need = BuildNeed((stamp.size or 0) if whole else 0, 3)
+        work = in_first_store(
+            (stores.election_store, *stores.found[1:])[::-1],  # the disk first: it is read once
+            lambda store: stack.enter_context(StagingDirectory(store, need, evict=True)),
+            str(url),
+        )
         download = stack.enter_context(Download(url, stamp, work.folder, whole=whole, ask=work.check_capacity))
         try:
             download.start()
             stack.enter_context(arriving(download.path, download))
             yield download.path
         except SourceError as problem:
-            raise _in_words_of_the_url(problem, [download]) from None
+            raise in_words_of_the_url(problem, [download]) from None
 
 
-def _report(downloads: Sequence[Download], reservation: Reservation, progress: Progress | None, thread: int) -> None:
+def _report(downloads: Iterable[Download], reservation: Reservation, progress: Progress | None, thread: int) -> None:
     """Report what has arrived, for readers that need the whole object before they can begin."""
     if threading.get_ident() != thread:
         return
@@ -203,27 +195,20 @@ def _report(downloads: Sequence[Download], reservation: Reservation, progress: P
         progress(sum(one.present for one in downloads), sum(one.stamp.size or 0 for one in downloads))
 
 
-def _order(item: tuple[ObjectUrl, StampedFile]) -> str:
-    return _name(item[1])
+def _name(file: StampedFile) -> str | None:
+    """The directory of a remote object's download in ``work/``."""
+    if not isinstance(file.path, ObjectUrl):
+        return None
+    text = repr((1, file.path.identity, str(file.stamp), file.stamp.size))
+    return DOWNLOAD + hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _name(file: StampedFile) -> str:
-    assert isinstance(file.path, ObjectUrl) and isinstance(file.stamp, ObjectStamp)
-    return download_name(file.path, file.stamp)
+def _local(file: StampedFile, downloads: Mapping[str, Download]) -> StampedFile:
+    download = downloads.get(_name(file) or "")
+    return file if download is None else replace(file, stamp=download.stamp, local=download.path)
 
 
-def _size(file: StampedFile) -> int:
-    return file.stamp.size or 0
-
-
-def _local(file: StampedFile, downloads: Sequence[Download]) -> StampedFile:
-    for download in downloads:
-        if download.url == file.path:
-            return replace(file, stamp=download.stamp, local=download.path)
-    return file
-
-
-def _in_words_of_the_url(problem: SourceError, downloads: Sequence[Download]) -> LegroomError:
+def in_words_of_the_url(problem: SourceError, downloads: Iterable[Download]) -> LegroomError:
     """The error of the download if it has failed, else the reader's with the URL in place of the local file."""
     failed = first_problem(downloads)
     if isinstance(failed, LegroomError):
@@ -244,7 +229,9 @@ def _with_a_local_name(fixes: Sequence[str], local: str, url: ObjectUrl) -> Iter
         yield line.replace(local, url.name)
 
 
-def _choose(stores: Sequence[Store], names: Sequence[str], total: int, with_entry: int, evict: bool) -> Store:
+def _choose(
+    stores: Sequence[Store], names: Sequence[str], total: int, with_entry: int, *, evict: bool, whole: bool
+) -> Store:
     """The store for the downloads: one that has them in part, or has room for the objects and the entry, or for one."""
     for store in stores:
         if any(_exists(store, name) for name in names):
@@ -253,14 +240,16 @@ def _choose(stores: Sequence[Store], names: Sequence[str], total: int, with_entr
     for store, need in (*((one, with_entry) for one in stores), *((one, total) for one in stores[::-1])):
         try:
             with store_lock(store):
-                store_free_space.check_fits(store, need)
+                store_free_space.check_fits(store, BuildNeed(need))
             return store
         except NoRoom as problem:
             refused = problem
+    if not whole:  # parts of them may fit: their room is asked for when they come
+        return max(stores, key=_free)
     for store in stores[::-1] if evict else ():
         with store_lock(store):
             eviction.remove_unused_downloads(store)
-            if eviction.evict_until_fits(store, store_free_space.BuildNeed(total)):
+            if eviction.evict_until_fits(store, BuildNeed(total)):
                 return store
     assert refused is not None
     raise NoRoom(
@@ -272,11 +261,18 @@ def _choose(stores: Sequence[Store], names: Sequence[str], total: int, with_entr
     )
 
 
+def _free(store: Store) -> int:
+    with store_lock(store):
+        bound = store_free_space.tightest(store_free_space.bounds(store))
+        return bound.free - store_free_space.outstanding_reservations(store)
+
+
 class Reservation:
     """Room for downloads that are running: counted by every process that loads into the store."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, *, whole: bool, evict: bool) -> None:
+        """``whole``: all of each object comes. Else nothing is reserved, and ``evict`` makes room for what comes."""
+        self.store, self._whole, self._evict = store, whole, evict and not whole
         self.lock_file = BUILDING + secrets.token_hex(8) + LOCK
         with store_lock(store):
             lock = locks.acquire(store.work, self.lock_file)
@@ -288,15 +284,18 @@ class Reservation:
         some = list(downloads)
         total = sum(one.stamp.size or 0 for one in some)
         done = sum(one.present for one in some)
-        store_free_space.write_reservation(self._lock.fd, total - done, done, total)
+        store_free_space.write_reservation(self._lock.fd, total - done if self._whole else 0, done, total)
 
     def ask(self, count: int) -> None:
         """Raise NoRoom if that many more bytes no longer fit."""
-        bound = store_free_space.tightest(store_free_space.bounds_now(self.store))
-        if count > bound.free:
-            raise store_free_space.no_room_error(
-                self.store, store_free_space.BuildNeed(count), count - bound.free, bound
-            )
+        try:
+            store_free_space.check_now(self.store, count, BuildNeed(count))
+        except NoRoom:
+            if not self._evict:
+                raise
+            with store_lock(self.store):
+                if not eviction.evict_until_fits(self.store, BuildNeed(count), mine=self.lock_file):
+                    raise
 
     def __enter__(self) -> Reservation:
         return self

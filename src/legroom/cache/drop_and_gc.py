@@ -30,7 +30,6 @@ from legroom.cache.store_directories import (
     delete_leftovers,
     delete_trash,
     leftovers,
-    leftovers_outside_work,
     open_stores,
     step,
     store_lock,
@@ -63,9 +62,12 @@ def drop(what: What = None, *, force: bool = False, dry_run: bool = False) -> Re
                     raise in_use_error(store, key)
                 else:
                     kept.append(entry)
-            if what is None and not dry_run:
+            if what is None:
                 with store_lock(store):
-                    eviction.remove_unused_downloads(store)
+                    for name in eviction.unused_downloads(store):
+                        freed += directory_bytes(store.work, name)
+                        if not dry_run:
+                            eviction.remove_download(store, name)
     if wanted.names and not removed and not kept:
         raise not_loaded_error(wanted.names[0], stores.findings, wanted=False)
     return Reaped(tuple(removed), freed, 0, tuple(kept), dry_run, missing=wanted.missing)
@@ -87,7 +89,11 @@ def gc(*, free: int | None = None, older: float | None = None, stale: bool = Fal
         matcher = SourceMatcher(stores.found)
         for store in stores.distinct:
             strays += delete_strays(store, dry_run=dry_run)
-            strays += _abandoned_downloads(store, eviction.ABANDONED if older is None else older, dry_run)
+            with store_lock(store):
+                abandoned = eviction.unused_downloads(store, eviction.ABANDONED if older is None else older)
+                strays += len(abandoned)
+                for name in () if dry_run else abandoned:
+                    eviction.remove_download(store, name)
             wanted = _wanted(store, older, matcher if stale else None)
             of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
             if free is not None:
@@ -112,23 +118,13 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> int:
     """
     with store_lock(store):
         scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_sources.TEMPORARY)]
-        left = [leftovers(store), leftovers_outside_work(store)]
+        left = sum(map(len, leftovers(store))) if dry_run else delete_leftovers(store)
         if not dry_run:
-            for some in left:
-                delete_leftovers(store, some)
             _clear_records(store)
             remembered_sources.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
-        return sum(map(len, left)) + len(scratch)
-
-
-def _abandoned_downloads(store: Store, older: float, dry_run: bool) -> int:
-    """Remove incomplete downloads that no process works on. Younger ones are kept: the next attempt resumes them."""
-    with store_lock(store):
-        if dry_run:
-            return len(eviction.unused_downloads(store, older))
-        return eviction.remove_unused_downloads(store, older)
+        return left + len(scratch)
 
 
 def in_use_error(store: Store, key: str) -> EntryInUse:

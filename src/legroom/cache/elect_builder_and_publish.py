@@ -39,7 +39,7 @@ from legroom.cache.find_or_build_entry import (
     remember_versions,
     stores_wanted,
 )
-from legroom.cache.lease_and_map_entry import Attached, EntryLease, attach, lease, map_entry
+from legroom.cache.lease_and_map_entry import Attached, attach, lease, map_entry
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
 from legroom.cache.plan_entry_files import SourceLayout, plan_files
@@ -79,6 +79,7 @@ from legroom.formats.detect import open_source
 from legroom.messages import say
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
+from legroom.system.atomic_file import opened
 from legroom.version import VERSION
 
 # A lock file cannot be created: no inode or block left, or the store has become read-only.
@@ -279,7 +280,7 @@ def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None
             with suppress(OSError):
                 remembered_sources.write_record(store, asked.source, {"md5": digest}, time.time_ns())
             return found
-        found.lease.release() if found.lease is not None else None
+        found.lease.release()
     return None
 
 
@@ -380,14 +381,20 @@ def publish_entry(
         found = describe(options)
         step("lease")
         try:
-            lock = _leased(work.store, found.key)
+            lock = lease(work.store, found.key, create=True)
         except OSError as problem:
             work.raise_if_full(problem)
             raise
+        assert lock is not None  # create=True
         try:
             step("manifest")
-            work.write(manifest.MANIFEST_NAME, to_json(found))
-            work.seal(manifest.MANIFEST_NAME)
+            with suppress(FileNotFoundError):
+                os.unlink(manifest.MANIFEST_NAME, dir_fd=work.fd)  # of the attempt before
+            try:
+                work.write_sealed(manifest.MANIFEST_NAME, to_json(found))
+            except OSError as problem:
+                work.raise_if_full(problem)
+                raise
             attached = map_entry(work.store, found.key, work.fd, lock)
             check()
             if work.publish(found.key):
@@ -447,12 +454,6 @@ def _cannot_read_back(store: Store, problem: Damaged) -> EntryDamaged:
             say("set LEGROOM_DISABLE=1 to read without the cache"),
         ),
     )
-
-
-def _leased(store: Store, key: str) -> EntryLease:
-    lock = lease(store, key, create=True)
-    assert lock is not None  # create=True
-    return lock
 
 
 def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifest:
@@ -530,10 +531,7 @@ def announce_builder(
     asked: BuildRequest, elected_in: Store, work: StagingDirectory | downloads_in_store.Reservation
 ) -> None:
     """Write into the election's lock file which staging directory reports the progress."""
-    fd = os.open(f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=elected_in.locks)
-    try:
+    name, flags = f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW
+    with opened(name, flags, dir_fd=elected_in.locks) as fd, suppress(OSError):
+        # Where /dev/shm is full to the last page, others wait without progress.
         os.pwrite(fd, f"{work.store.backing} {work.lock_file}\n".encode(), 0)
-    except OSError:
-        pass  # /dev/shm is full to the last page: others wait without progress
-    finally:
-        os.close(fd)

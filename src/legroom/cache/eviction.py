@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from legroom.cache import locks, store_free_space
-from legroom.cache.lease_and_map_entry import lock_name, open_entry, read_manifest
+from legroom.cache.lease_and_map_entry import lock_name, opened_entry, read_manifest
 from legroom.cache.manifest import Damaged, OtherFormat, is_key
 from legroom.cache.store_directories import DOWNLOAD, LOCK, Store, delete_trash, in_memory, log, move_to_trash, step
 from legroom.cache.store_free_space import directory_bytes, keep_count
@@ -91,11 +91,8 @@ class FreesSpace:
     def _cgroups(self, key: str) -> tuple[int, ...]:
         if key not in self._charged:
             try:
-                folder = open_entry(self._store, key)
-                try:
+                with opened_entry(self._store, key) as folder:
                     self._charged[key] = read_manifest(folder, key).cgroups
-                finally:
-                    os.close(folder)
             except (Damaged, OtherFormat, OSError):
                 self._charged[key] = ()
         return self._charged[key]
@@ -105,6 +102,8 @@ def evict_until_fits(store: Store, need: store_free_space.BuildNeed, *, mine: st
     """Evict until ``need`` fits, under the store's lock. False, with nothing removed, if that is impossible."""
     helps = FreesSpace(store)
     missing = store_free_space.shortfalls(store, need, store_free_space.outstanding_reservations(store, mine))
+    if not missing:
+        return True
     unused = [old for old in least_recent_first(store) if not locks.held(store.locks, lock_name(old.key))]
     for count, bound in missing:
         if count > sum(old.nbytes for old in unused if helps(old, bound)):
@@ -143,12 +142,10 @@ def unused_downloads(store: Store, older: float = 0.0) -> list[str]:
     return found
 
 
-def remove_unused_downloads(store: Store, older: float = 0.0) -> int:
-    """Remove them, under the store's lock. Returns how many there were."""
-    names = unused_downloads(store, older)
-    for name in names:
+def remove_unused_downloads(store: Store) -> None:
+    """Remove them, under the store's lock."""
+    for name in unused_downloads(store):
         remove_download(store, name)
-    return len(names)
 
 
 def remove_download(store: Store, name: str) -> None:

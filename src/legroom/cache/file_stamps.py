@@ -26,6 +26,7 @@ from legroom.formats.file_reads_and_errors import (
 )
 from legroom.messages import say
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
+from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock
 
 _MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
@@ -153,11 +154,8 @@ def stamp_file(path: Path, name: str | None = None) -> StampedFile:
 
 def _stat_file(path: str | Path) -> os.stat_result:
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        try:
+        with opened(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)) as fd:
             stats = os.fstat(fd)
-        finally:
-            os.close(fd)
     except OSError as problem:
         raise unreadable(Path(path), problem) from problem
     if not stat.S_ISREG(stats.st_mode):

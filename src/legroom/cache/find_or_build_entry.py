@@ -25,11 +25,12 @@ from legroom.cache.lease_and_map_entry import (
     entry_record,
     lease,
     lock_name,
-    open_entry,
+    opened_entry,
     read_manifest,
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.mapped_files_and_checksums import Prefault
+from legroom.cache.remembered_sources import SourceRecord
 from legroom.cache.source_stamps_and_digests import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
@@ -38,24 +39,28 @@ from legroom.cache.store_directories import (
     UnusableStore,
     delete_trash,
     existing_stores,
+    is_resource_shortage,
     log,
     open_store,
     store_error,
     store_lock,
 )
-from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, UnreadableSource, UsageError
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, StoreError, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
-from legroom.messages import joined, listed, say
+from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
-from legroom.system.argument_checks import check_path
+from legroom.system.argument_checks import check_choice, check_path
+from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
+HASHES = ("md5", "blake3", "xxh3")
 Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 D = TypeVar("D", bound=CachedData)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +86,51 @@ def open_as(
     """Open a source as ``legroom.open`` does (documented there), as data of class ``kind``."""
     _check(request.backing, request.hash)
     again = (_reopen, (kind, request, None, None, None))
-    with _resource_errors(request):
+    with resource_errors(request.paths[0]):
         if legroom_disabled(os.environ) or not locks.SUPPORTED:
-            contents = _uncached().in_process(request.paths, request.keys, progress, request.dtype)
+            try:
+                contents = _uncached().in_process(request.paths, request.keys, progress, request.dtype)
+            except OSError as problem:
+                raise problem if isinstance(problem, LegroomError) else _temporary_error(problem) from problem
             return kind(contents, request.keys, again)
         if request.backing == "inplace":
             return kind(_uncached().in_place(request.paths, request.keys, request.dtype), request.keys, again)
         return _data(kind, _attached(request, wait, progress), request)
 
 
+def _temporary_error(problem: OSError) -> StoreError:
+    """The error for a file in the temporary directory that cannot be written, with the cache disabled."""
+    known = store_error(problem)
+    return StoreError(
+        say("a temporary file in {folder} cannot be written", folder=os.environ.get("TMPDIR") or "/tmp"),
+        why=known.why,
+        fix=known.fix[:1]
+        if is_resource_shortage(problem)
+        else (say("set TMPDIR to a directory with free space"), say("unset LEGROOM_DISABLE to use the cache")),
+    )
+
+
 @contextmanager
-def _resource_errors(request: OpenRequest) -> Iterator[None]:
-    """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError."""
+def resource_errors(what: object, *, parts: bool = True) -> Iterator[None]:
+    """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError.
+
+    ``what`` is being loaded; ``parts`` of it can be asked for.
+    """
     _reserve.take()
     try:
         yield
     except MemoryError as problem:
         _reserve.give_back()
-        raise _no_memory(request, str(problem)) from problem
+        raise _no_memory(what, str(problem), parts) from problem
     except OSError as problem:
         if isinstance(problem, LegroomError):
             raise
-        raise store_error(problem) from problem  # a temporary file, with the cache disabled
+        raise store_error(problem) from problem
     except RuntimeError as problem:
         if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
             raise
         _reserve.give_back()
-        raise _no_memory(request, str(problem)) from problem
+        raise _no_memory(what, str(problem), parts) from problem
 
 
 class _Reserve:
@@ -140,23 +163,23 @@ _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
 _MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
 
-def _no_memory(request: OpenRequest, said: str) -> NoRoom:
+def _no_memory(what: object, said: str, parts: bool) -> NoRoom:
     why = say("this process cannot allocate more memory or start more threads")
     limit, (used, most) = _address_space(), _memory_maps()
     if used >= _NEARLY * most:
         return NoRoom(
-            say("not enough memory to load {path}", path=request.paths[0]),
+            say("not enough memory to load {path}", path=what),
             why=say("this process has {used} memory maps; the kernel allows {most}", used=used, most=most),
             fix=(say("raise the limit of memory maps, as root:\nsysctl -w vm.max_map_count=1048576"),),
         )
     if limit is not None:
         why = say("{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit))
     return NoRoom(
-        say("not enough memory to load {path}", path=request.paths[0]),
+        say("not enough memory to load {path}", path=what),
         why=joined([why, said]) if said else why,
         fix=(
             say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
-            say("load only what you need: keys=[…]"),
+            *((say("load only what you need: keys=[…]"),) if parts else ()),
         ),
     )
 
@@ -176,12 +199,10 @@ def _memory_maps() -> tuple[int, int]:
     """The memory maps of this process, and how many the kernel allows; (0, 1) where that cannot be read."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
-        used, fd = 0, os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        used = 0
+        with opened("/proc/self/maps") as fd:
             while count := os.readv(fd, [_MAPS_READ]):  # tens of thousands of lines
                 used += _MAPS_READ.count(b"\n", 0, count)
-        finally:
-            os.close(fd)
     except (OSError, ValueError, MemoryError):
         return 0, 1
     return used, most
@@ -268,26 +289,14 @@ def not_a_path(given: object) -> UsageError:
 
 
 def _check(backing: str, hash: str) -> None:
-    if backing not in BACKINGS:
-        raise UsageError(
-            say("unknown backing {backing!r}", backing=backing),
-            why=say("valid values: {all}", all=listed(BACKINGS)),
-            fix=("backing='auto'",),
-        )
-    if hash != "md5":
-        source_stamps_and_digests.new_hasher(
-            hash if isinstance(hash, str) and hash in source_stamps_and_digests.DIGITS else ""
-        )  # raises for an unknown name or a missing package
+    check_choice("backing", backing, BACKINGS)
+    check_choice("hash", hash, HASHES)
+    source_stamps_and_digests.new_hasher(hash)  # raises if its package is missing
 
 
 def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
     source = source_stamps_and_digests.stamp_source(request.paths, ask=request.revalidate)
-    try:
-        found = find_entry(request, source, time.time_ns())
-    except OSError as problem:
-        if isinstance(problem, LegroomError):
-            raise
-        raise store_error(problem) from problem
+    found = find_entry(request, source, time.time_ns())
     if found is not None:
         remember_versions(source)
         return found
@@ -317,7 +326,7 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
         arrays=attached.arrays,
         tables=attached.tables,
         ragged=ragged_of(manifest.arrays),
-        extent=_Extents(manifest, attached.root),
+        extent=_extents(manifest, attached.root),
         prefault=Prefault(attached.maps, in_memory=memory) if attached.maps and request.prefault else None,
         keep=attached.lease,
         findings=attached.findings,
@@ -327,53 +336,59 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
     return kind(contents, request.keys, again)
 
 
-class _Extents:
+def _extents(manifest: Manifest, root: Path) -> Callable[[str], Extent | None]:
     """Where the arrays of an entry lie in its files."""
+    arrays: dict[str, Array] = {}  # made at the first call: most opens ask for none
 
-    __slots__ = ("_arrays", "_manifest", "_root")
+    def extent(name: str) -> Extent | None:
+        if not arrays:
+            arrays.update((array.name, array) for array in manifest.arrays)
+        array = arrays.get(name)
+        return None if array is None else Extent(root / manifest.key / array.file, len(array.header), array.nbytes)
 
-    def __init__(self, manifest: Manifest, root: Path) -> None:
-        self._manifest, self._root = manifest, root
-        self._arrays: dict[str, Array] | None = None  # made at the first call: most opens ask for none
-
-    def __call__(self, name: str) -> Extent | None:
-        if self._arrays is None:
-            self._arrays = {array.name: array for array in self._manifest.arrays}
-        array = self._arrays.get(name)
-        if array is None:
-            return None
-        return Extent(self._root / self._manifest.key / array.file, len(array.header), array.nbytes)
+    return extent
 
 
 def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:
     """Unpickle in another process: attach the same entry by name, else open the same source."""
-    if root is not None and key is not None and not legroom_disabled(os.environ) and locks.SUPPORTED:
-        candidate = StoreCandidate(Path(root).parent, backing, named=True)
-        try:
-            if os.fspath(candidate.root) == root:
-                with open_store(candidate, make=False) as store:
-                    found = attach(store, key)
-                if found is not None:
-                    return _data(kind, found, request)
-        except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable):
-            pass  # opening the source reports the problem or rebuilds the entry
+    if root is not None and key is not None and not legroom_disabled(os.environ):
+        with suppress(*CANNOT_ATTACH):  # opening the source reports the problem or rebuilds the entry
+            found = attach_named(root, backing, key)
+            if found is not None:
+                return _data(kind, found, request)
     return open_as(kind, request)
+
+
+CANNOT_ATTACH = (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable)
+
+
+def attach_named(root: str, backing: Any, key: str) -> Attached | None:
+    """Attach an entry that another process has pickled. None if it is not there, else one of CANNOT_ATTACH."""
+    candidate = StoreCandidate(Path(root).parent, backing, named=True)
+    if os.fspath(candidate.root) != root or not locks.SUPPORTED:
+        return None
+    with open_store(candidate, make=False) as store:
+        return attach(store, key)
 
 
 def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:
     """Attach the source's entry by its record. None if there is no usable one."""
-    for store in existing_stores():
-        if not request.wants(store):
-            continue
-        record = remembered_sources.read_record(store, source)
-        if record is None or not record.is_trusted(asked_ns):
-            continue
-        readers = _installed(record.readers)
+    for store, record, readers in _trusted_records(request, source, asked_ns):
         for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
             found = find_by_digest(request, source, store, record.digests[algorithm], algorithm, readers)
             if found is not None:
                 return found
     return None
+
+
+def _trusted_records(
+    request: OpenRequest, source: Source, asked_ns: int
+) -> Iterator[tuple[Store, SourceRecord, tuple[str, ...] | None]]:
+    """The records of a source that may be used, each with its store and the installed readers of the source."""
+    for store in existing_stores():
+        record = remembered_sources.read_record(store, source) if request.wants(store) else None
+        if record is not None and record.is_trusted(asked_ns):
+            yield store, record, _installed(record.readers)
 
 
 def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | None:
@@ -384,11 +399,7 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
     if legroom_disabled(os.environ) or not locks.SUPPORTED:
         return None
     source, asked_ns = source_stamps_and_digests.stamp_source(request.paths), time.time_ns()
-    for store in existing_stores():
-        record = remembered_sources.read_record(store, source) if request.wants(store) else None
-        if record is None or not record.is_trusted(asked_ns):
-            continue
-        readers = _installed(record.readers)
+    for store, record, readers in _trusted_records(request, source, asked_ns):
         for algorithm, digest in record.digests.items():
             for options in usable_options(request, source, readers):
                 key = key_of(digest, algorithm, options)
@@ -396,11 +407,8 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
                 if held is None:
                     continue
                 try:
-                    folder = open_entry(store, key)
-                    try:
+                    with opened_entry(store, key) as folder:
                         return read_manifest(folder, key), store.root, held
-                    finally:
-                        os.close(folder)
                 except (OSError, Damaged, OtherFormat):
                     held.release()
     return None
@@ -428,26 +436,26 @@ def find_by_digest(
     """
     for options in usable_options(request, source, readers):
         key = key_of(digest, algorithm, options)
-        while True:
-            try:
-                found = attach(store, key)
-            except Damaged as problem:
-                log.warning(
-                    "%s",
-                    say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem),
-                )
-                if discard_unusable(store, key):
-                    continue
-                break
-            except OtherFormat as other:
-                if other.version < FORMAT and discard_unusable(store, key):
-                    continue
-                break  # a newer format is left alone: the next variant is built beside it
-            if found is None:
-                break
+        found = attach_usable(store, key)
+        if found is not None:
             _check_keys(request, found.manifest)
             return found
     return None
+
+
+def attach_usable(store: Store, key: str) -> Attached | None:
+    """Attach an entry. None if it does not exist or is unusable: a damaged or older one is moved to the trash."""
+    while True:
+        try:
+            return attach(store, key)
+        except Damaged as problem:
+            text = say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem)
+            log.warning("%s", text)
+        except OtherFormat as other:
+            if other.version > FORMAT:
+                return None  # a newer format is left alone: the next variant is built beside it
+        if not discard_unusable(store, key):
+            return None
 
 
 def usable_options(request: OpenRequest, source: Source, readers: tuple[str, ...] | None) -> Iterator[Options]:
@@ -490,7 +498,7 @@ def discard_unusable(store: Store, key: str) -> bool:
             except FileNotFoundError:
                 pass
         else:
-            if found is not None and found.lease is not None:
+            if found is not None:
                 found.lease.release()
             return True
     if moved is not None:
@@ -508,8 +516,8 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
 
 
 def in_first_store(
-    stores: Sequence[Store], build: Callable[[Store], Attached], what: str, more: Callable[[], Sequence[str]] = tuple
-) -> Attached:
+    stores: Sequence[Store], build: Callable[[Store], T], what: str, more: Callable[[], Sequence[str]] = tuple
+) -> T:
     """Build in the first of these stores that has room. Raises NoRoom with the reasons of all, and ``more`` fixes."""
     refused: list[NoRoom] = []
     for store in stores:

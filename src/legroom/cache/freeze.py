@@ -18,33 +18,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from legroom.cache import locks, remembered_sources, store_free_space
 from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
-from legroom.cache.find_or_build_entry import discard_unusable, in_first_store
+from legroom.cache.find_or_build_entry import (
+    CANNOT_ATTACH,
+    attach_named,
+    attach_usable,
+    in_first_store,
+    resource_errors,
+)
 from legroom.cache.frozen_encoding import ENCODING, Encoder
 from legroom.cache.frozen_sequence_and_mapping import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
 from legroom.cache.frozen_writer import TYPES, FileOutputs, MemoryOutputs, Outputs, is_large, write_object
-from legroom.cache.lease_and_map_entry import Attached, attach, entry_record
+from legroom.cache.lease_and_map_entry import Attached, entry_record
 from legroom.cache.locks import Lock
-from legroom.cache.manifest import FROZEN, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.manifest import FORMAT, FROZEN, Manifest, Options, key_of
 from legroom.cache.staging_directory import StagingDirectory
-from legroom.cache.store_directories import (
-    Store,
-    StoreCandidate,
-    Stores,
-    UnusableStore,
-    log,
-    open_store,
-    open_stores,
-    step,
-    store_error,
-)
-from legroom.errors import EntryUnreadable, LegroomError, NotLoaded, StoreError, UnsupportedData, UsageError
+from legroom.cache.store_directories import Store, Stores, log, open_stores, step
+from legroom.errors import NotLoaded, StoreError, UnsupportedData, UsageError
 from legroom.messages import say
 from legroom.probe.copy_on_write import PAGE, CopiedMemory, share_of
 from legroom.records.cache_entry import Entry, EntryArray
@@ -84,20 +79,17 @@ def freeze(obj: Any, *, name: str | None = None) -> Any:
     if name is not None and (not isinstance(name, str) or not name or not name.isprintable()):
         raise UsageError(say("name must be printable text, not {given!r}", given=name), fix=("name='coco-train'",))
     called = name or "object"
-    if legroom_disabled(os.environ) or not locks.SUPPORTED:
-        return _in_this_process(obj, called, name)
-    work = _Freezing(obj, called, name)
-    for last in (False, True):
-        try:
-            with open_stores(make=True) as stores:
-                return _contents(_found_or_built(work, stores)).view()
-        except FileNotFoundError as problem:
-            if last:  # else the store was removed (logind does so at logout): create it again, once
-                raise store_error(problem) from problem
-        except OSError as problem:
-            if isinstance(problem, LegroomError):
-                raise
-            raise store_error(problem) from problem
+    with resource_errors(called, parts=False):
+        if legroom_disabled(os.environ) or not locks.SUPPORTED:
+            return _in_this_process(obj, called, name)
+        work = _Freezing(obj, called, name)
+        for last in (False, True):
+            try:
+                with open_stores(make=True) as stores:
+                    return _contents(_found_or_built(work, stores)).view()
+            except FileNotFoundError:
+                if last:  # else the store was removed (logind does so at logout): create it again, once
+                    raise
     raise AssertionError("not reached")
 
 
@@ -131,32 +123,28 @@ class _Freezing:
         each = sum(map(len, encoded)) // max(1, len(encoded)) + 8
         self.estimate = count * (each if kind != "dict" else 2 * each + 12)
 
-    def key(self) -> str:
-        """The key of its entry: computed by encoding all of it, once."""
+    def known_digest(self) -> str:
+        """What its entry is found by: computed by encoding all of it, once."""
         if self.digest is None:
             step("digest")
             self.digest = write_object(self.obj, self.called, Outputs()).digest
-        return key_of(self.digest, _HASH, Options())
+        return self.digest
+
+    def may_exist(self, stores: Stores) -> bool:
+        """Whether an object with this sample has an entry."""
+        return any(remembered_sources.may_hold(store, _HASH, len(self.obj), self.sample) for store in stores.found)
 
 
 def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
-    size = len(work.obj)
-    if any(remembered_sources.may_hold(store, _HASH, size, work.sample) for store in stores.found):
-        found = _find(stores, work.key())
-        if found is not None:
-            return found
+    if work.may_exist(stores) and (found := _find(work, stores)) is not None:
+        return found
     won, stores = elect(stores, lambda store: _wait_for_turn(work, store, stores))
     if isinstance(won, Attached):
         return won
     with won:
-        if work.digest is not None:
-            found = _find(stores, work.key())
-            if found is not None:
-                return found
-        elif any(remembered_sources.may_hold(store, _HASH, size, work.sample) for store in stores.found):
-            found = _find(stores, work.key())  # published between the first look and the lock
-            if found is not None:
-                return found
+        # It may have been published between the first look and the lock.
+        if (work.digest is not None or work.may_exist(stores)) and (found := _find(work, stores)) is not None:
+            return found
         step("elected")
         return in_first_store(list(stores.found), lambda store: _build_in(store, work), work.called)
 
@@ -168,24 +156,19 @@ def _wait_for_turn(work: _Freezing, store: Store, stores: Stores) -> Lock | Atta
         lock = locks.acquire(store.locks, name)
         if lock is not None:
             return lock
-        found = _find(stores, work.key())  # the digest is computed while the other process writes
+        found = _find(work, stores)  # the digest is computed while the other process writes
         if found is not None:
             return found
         time.sleep(_POLL)
 
 
-def _find(stores: Stores, key: str) -> Attached | None:
-    """Attach the entry of that key in any store. A damaged one is moved to the trash and built again."""
+def _find(work: _Freezing, stores: Stores) -> Attached | None:
+    """Attach the object's entry in any store, or the one that was made beside an entry of a newer format."""
     for store in stores.distinct:
-        try:
-            found = attach(store, key)
-        except (Damaged, OtherFormat) as problem:
-            text = say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem)
-            log.warning("%s", text)
-            discard_unusable(store, key)
-            continue
-        if found is not None:
-            return found
+        for options in (Options(), Options(version=FORMAT)):
+            found = attach_usable(store, key_of(work.known_digest(), _HASH, options))
+            if found is not None:
+                return found
     return None
 
 
@@ -259,14 +242,11 @@ def _contents(attached: Attached) -> FrozenContents:
 
 def attach_frozen(root: str, backing: Any, key: str) -> FrozenContents:
     """The contents of a frozen object that another process has pickled."""
-    candidate = StoreCandidate(Path(root).parent, backing, named=True)
     why = say("the entry was dropped, or the other process runs on another machine or in another container")
     found = None
     try:
-        if os.fspath(candidate.root) == root and locks.SUPPORTED:
-            with open_store(candidate, make=False) as store:
-                found = attach(store, key)
-    except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable) as problem:
+        found = attach_named(root, backing, key)
+    except CANNOT_ATTACH as problem:
         why = str(problem)
     if found is None:
         raise NotLoaded(
@@ -471,24 +451,14 @@ def _is_dataset(value: Any) -> bool:
 
 def python_bytes(value: Any, *, most_of_each: int = sys.maxsize) -> int:
     """Bytes that a container takes as Python objects, from a sample of its items; ``most_of_each`` object."""
-    return _Measure(most_of_each).of(value, 0)
+    seen: set[int] = set()  # one that is met twice counts once
 
-
-class _Measure:
-    """Adds up sizes of objects; one that is met twice counts once."""
-
-    def __init__(self, most_of_each: int) -> None:
-        self._seen: set[int] = set()
-        self._left = _MOST_PARTS
-        self._most = most_of_each
-
-    def of(self, value: Any, depth: int) -> int:
-        if id(value) in self._seen or self._left <= 0:
+    def measure(value: Any, depth: int) -> int:
+        if id(value) in seen or len(seen) >= _MOST_PARTS:
             return 0
-        self._seen.add(id(value))
-        self._left -= 1
-        size = min(self._most, sys.getsizeof(value, 0))
-        if self._most < sys.maxsize and not isinstance(value, _INLINE):
+        seen.add(id(value))
+        size = min(most_of_each, sys.getsizeof(value, 0))
+        if most_of_each < sys.maxsize and not isinstance(value, _INLINE):
             size = min(size, type(value).__basicsize__ + _GC_HEAD)  # the rest lies elsewhere, as an array's data do
         parts: Sequence[Any] = ()
         count = 0
@@ -504,4 +474,6 @@ class _Measure:
             parts = list(islice(value, _SAMPLE))
         if not parts or depth >= _DEEPEST:
             return size
-        return size + sum(self.of(part, depth + 1) for part in parts) * count // len(parts)
+        return size + sum(measure(part, depth + 1) for part in parts) * count // len(parts)
+
+    return measure(value, 0)

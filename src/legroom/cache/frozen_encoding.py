@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.messages import say
+from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
 
 ENCODING = 1  # grows when a reader of this version could misread what a writer wrote
@@ -40,7 +40,9 @@ class _Refused(Exception):
 
 @cache
 def _library() -> Any:
-    return require("ormsgpack", "", "legroom.freeze", instead=(say("keep it as a numpy array"),))
+    return require(
+        "ormsgpack", "", "legroom.freeze", package="ormsgpack", instead=(phrase("keep it as a numpy array"),)
+    )
 
 
 class Encoder:

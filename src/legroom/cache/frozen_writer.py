@@ -9,7 +9,7 @@ import hashlib
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -97,7 +97,7 @@ class FileOutputs(Outputs):
         size = len(data)
         self._total += size
         if self._total > self._staging.need.nbytes - (1 << 16):
-            self._staging.reserve_more(self._total + self._total // 4 + (64 << 20))
+            self._staging.reserve_more(self._total + max(self._total // 4, 1 << 20))
         self._staging.check_capacity(size)
         mapped_files_and_checksums.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
 
@@ -195,22 +195,28 @@ class _Writer:
     def _container(self, obj: Any, path: str) -> tuple[int, ...]:
         kind, count = TYPES[type(obj)], len(obj)
         if kind != DICT:
-            return kind, self._items(obj, lambda index: f"{path}[{index}]", nested=count <= _FEW), count, 0, 0, 0
+            first = self._items(obj, count, lambda index: f"{path}[{index}]", nested=count <= _FEW)
+            return kind, first, count, 0, 0, 0
         if count >= 1 << 32:
             raise UsageError(say("a dict with {count} keys is too large to freeze", count=count))
         hashes = np.empty(count, np.uint32)
-        keys_at = self._items(_HashedKeys(obj, path, hashes), lambda index: f"{path} (key {index})", nested=False)
+        keys = _hashed_keys(obj, path, hashes)
+        keys_at = self._items(keys, count, lambda index: f"{path} (key {index})", nested=False)
         index, bits = build_index(hashes)
         index_at = self.streams.sizes["index"] // 4
         self.streams.append("index", index.astype("<u4").tobytes())
-        names = _KeyPaths(obj, path)
-        return kind, self._items(obj.values(), names, nested=count <= _FEW), count, keys_at, index_at, bits
 
-    def _items(self, items: Collection[Any], path: Callable[[int], str], *, nested: bool) -> int:
+        def value_path(index: int) -> str:  # only for an error
+            return f"{path}[{next(islice(obj, index, None))!r:.80}]"
+
+        values_at = self._items(obj.values(), count, value_path, nested=count <= _FEW)
+        return kind, values_at, count, keys_at, index_at, bits
+
+    def _items(self, items: Iterable[Any], count: int, path: Callable[[int], str], *, nested: bool) -> int:
         """Write items one after the other; the number of the first one's offset."""
         first = self.streams.sizes["offsets"] // 8
         offsets = [np.array([self._position()], "<u8")]
-        done, count = 0, len(items)
+        done = 0
         for chunk in _chunks(items):
             for one in self._encoded(chunk, lambda index, base=done: path(base + index), nested):  # type: ignore[misc]
                 offsets.append(self._add(one))
@@ -271,40 +277,19 @@ class _Writer:
             self._piece, self._pending = [], 0
 
 
-class _KeyPaths:
-    """The path of the value at a place of a dict, found only for an error."""
-
-    def __init__(self, obj: Mapping[Any, Any], path: str) -> None:
-        self._obj, self._path = obj, path
-
-    def __call__(self, index: int) -> str:
-        return f"{self._path}[{next(islice(self._obj, index, None))!r:.80}]"
-
-
 def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
     remaining = iter(items)
     while chunk := list(islice(remaining, _CHUNK)):
         yield chunk
 
 
-class _HashedKeys(Collection[Any]):
+def _hashed_keys(obj: Mapping[Any, Any], path: str, hashes: NDArray) -> Iterator[Any]:
     """The keys of a dict; iterating over them computes their hashes."""
-
-    def __init__(self, obj: Mapping[Any, Any], path: str, hashes: NDArray) -> None:
-        self._obj, self._path, self._hashes = obj, path, hashes
-
-    def __iter__(self) -> Iterator[Any]:
-        done = 0
-        for chunk in _chunks(self._obj):
-            self._hashes[done : done + len(chunk)] = list(map(zlib.crc32, check_keys(chunk, self._path)))
-            done += len(chunk)
-            yield from chunk
-
-    def __len__(self) -> int:
-        return len(self._obj)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._obj
+    done = 0
+    for chunk in _chunks(obj):
+        hashes[done : done + len(chunk)] = list(map(zlib.crc32, check_keys(chunk, path)))
+        done += len(chunk)
+        yield from chunk
 
 
 def _joined(arrays: Sequence[NDArray]) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -32,7 +32,7 @@ from legroom.records.cache_entry import Entry, EntryArray, EntryTable, EntryUser
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import is_url
 
-_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
 _MOST_MANIFEST = 256 << 20
 # Errors that prove that the name is absent or not a file or directory. Any other error (descriptors, memory,
 # permission, the disk) proves nothing about the entry.
@@ -55,12 +55,8 @@ class Attached:
     arrays: Mapping[str, NDArray]
     maps: tuple[MappedFile, ...]
     tables: Mapping[str, Sequence[MappedFile]]  # the Arrow files of each table, one per shard
-    lease: EntryLease | None
+    lease: EntryLease
     findings: tuple[Finding, ...] = ()  # stores that were not used when it was built
-
-    def path(self, item: Array | Table) -> Path:
-        """The file of one array or table."""
-        return self.root / self.manifest.key / item.file
 
 
 @dataclass(eq=False, frozen=True, slots=True, weakref_slot=True)
@@ -194,6 +190,16 @@ def open_entry(store: Store, key: str) -> int:
         os.close(folder)
         raise
     return folder
+
+
+@contextmanager
+def opened_entry(store: Store, key: str) -> Iterator[int]:
+    """The same for a block."""
+    folder = open_entry(store, key)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def read_manifest(folder: int, key: str) -> Manifest:
@@ -361,19 +367,3 @@ def tables_of(tables: Iterable[tuple[str, Table | TableSpec]]) -> dict[str, Entr
         before = found.get(name, EntryTable(0, {}, 0))
         found[name] = EntryTable(before.rows + table.rows, table.columns, before.bytes + table.nbytes, table.attributes)
     return found
-
-
-def unusable_entry_record(
-    key: str,
-    backing: Literal["shm", "disk"],
-    store: str,
-    nbytes: int,
-    *,
-    damaged: str | None = None,
-    unreadable: str | None = None,
-) -> Entry:
-    """The record of a directory that has an entry's name but is damaged or unreadable."""
-    return Entry(
-        key, (), None, None, "unknown", backing, nbytes, {}, {}, {},
-        store=store, damaged=damaged, unreadable=unreadable,
-    )  # fmt: skip

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from legroom.cache import mapped_files_and_checksums, remembered_sources, source_stamps_and_digests, store_free_space
 from legroom.cache.eviction import last_used, least_recent_first
@@ -25,9 +25,8 @@ from legroom.cache.lease_and_map_entry import (
     lease,
     lock_name,
     open_checked,
-    open_entry,
+    opened_entry,
     read_manifest,
-    unusable_entry_record,
 )
 from legroom.cache.manifest import FROZEN, Array, Damaged, Manifest, OtherFormat, Table, is_key
 from legroom.cache.source_stamps_and_digests import Source
@@ -189,7 +188,7 @@ def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
 
 Where = str | os.PathLike[str]
 What = Where | Sequence[Where] | None  # None: everything
-_SHORTEST = 6  # the fewest digits of a key that are accepted
+_BEGINS_KEY = re.compile(r"[0-9a-f]{6,64}(?:-[0-9a-z]*)*")  # six digits at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +322,14 @@ def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> l
     if what is None:
         return [old.key for old in least_recent_first(store)]
     text = os.fspath(what)
-    if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkexversion"):
+    if not os.path.lexists(text) and _BEGINS_KEY.fullmatch(text):
         found = [old.key for old in least_recent_first(store) if old.key.startswith(text)]
         if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
             raise UsageError(
                 say("{text} matches several entries", text=text), why=listed(found), fix=(say("give more digits"),)
             )
-        return [text] if text in found else found
+        if found:  # else it may be a name: of "face.features" or "decade" too
+            return [text] if text in found else found
     if not os.path.lexists(text) and (named := keys_named(store, text)):
         return named
     return _keys_of_paths(store, source_paths(what), matcher)
@@ -349,45 +349,46 @@ def _keys_of_paths(store: Store, paths: Sequence[SourcePath], matcher: SourceMat
 
 def keys_named(store: Store, name: str) -> list[str]:
     """The keys of frozen objects with that name."""
-    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
-    return [
-        key
-        for key, found in manifests
-        if isinstance(found, Manifest) and found.kind == FROZEN and found.attributes.get("name") == name
-    ]
+    return _keys_where(store, lambda found: found.kind == FROZEN and found.attributes.get("name") == name)
 
 
 def keys_built_from(store: Store, paths: Sequence[SourcePath]) -> list[str]:
     """The keys in a store that were built from a file of that name, whatever its content is now."""
     names = {os.fspath(path) for path in paths}
-    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
-    return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
+    return _keys_where(store, lambda found: bool(names & set(found.paths)))
 
 
 def keys_of_content(store: Store, paths: Sequence[SourcePath], matcher: SourceMatcher) -> list[str]:
     """The keys in a store that have the current content of these files."""
+    return _keys_where(store, lambda found: matcher.matches(paths, found))
+
+
+def _keys_where(store: Store, wanted: Callable[[Manifest], bool]) -> list[str]:
     manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
-    return [key for key, found in manifests if isinstance(found, Manifest) and matcher.matches(paths, found)]
+    return [key for key, found in manifests if isinstance(found, Manifest) and wanted(found)]
 
 
 def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OSError | None:
-    """The manifest of an entry, or the error that makes it unusable or unreadable. None if it is gone."""
+    """The manifest of an entry, or the error that makes it unusable or unreadable. None if it is gone.
+
+    Raises an error that shows a shortage in this process: it does not concern the entry.
+    """
     if not is_key(key):
         return None
     try:
-        folder = open_entry(store, key)
+        with opened_entry(store, key) as folder:
+            try:
+                return read_manifest(folder, key)
+            except (Damaged, OtherFormat, OSError):
+                if not _is_named(store, key, folder):
+                    return None  # removed after it was opened: its files may be gone already
+                raise
     except FileNotFoundError:
         return None
-    except (Damaged, OSError) as problem:
-        return _raise_shortage(problem)
-    try:
-        return read_manifest(folder, key)
     except (Damaged, OtherFormat, OSError) as problem:
-        if not _is_named(store, key, folder):
-            return None  # removed after it was opened: its files may be gone already
-        return _raise_shortage(problem)
-    finally:
-        os.close(folder)
+        if isinstance(problem, OSError) and is_resource_shortage(problem):
+            raise
+        return problem
 
 
 def _is_named(store: Store, key: str, folder: int) -> bool:
@@ -398,27 +399,18 @@ def _is_named(store: Store, key: str, folder: int) -> bool:
         return False
 
 
-_T = TypeVar("_T", bound=Exception)
-
-
-def _raise_shortage(problem: _T) -> _T:
-    """Return an error that concerns one entry. Raise one that shows a shortage in this process."""
-    if isinstance(problem, OSError) and is_resource_shortage(problem):
-        raise problem
-    return problem
-
-
 def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
     """One entry as it is now. None if it is gone."""
     manifest = manifest_of(store, key)
     if manifest is None:
         return None
     root = os.fspath(store.root)
-    if isinstance(manifest, OSError):
-        why = manifest.strerror or str(manifest)
-        return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), unreadable=why)
     if not isinstance(manifest, Manifest):
-        return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), damaged=str(manifest))
+        # An entry of another format is no damaged one.
+        why = manifest.strerror or str(manifest) if isinstance(manifest, OSError) else str(manifest)
+        field = "damaged" if isinstance(manifest, Damaged) else "unreadable"
+        size = directory_bytes(store.fd, key)
+        return Entry(key, (), None, None, "unknown", store.backing, size, {}, {}, {}, root, **{field: why})  # type: ignore[arg-type]
     return entry_record(
         manifest,
         store.backing,
@@ -437,7 +429,7 @@ def verify(what: What = None, *, source: bool = True) -> tuple[Verification, ...
     found = []
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
-        wanted = find_keys(stores.found, what, matcher, earlier=True)
+        wanted = find_keys(stores.distinct, what, matcher, earlier=True)
         if wanted.missing:
             raise not_loaded_error(wanted.missing[0], stores.findings)
         for store, keys in wanted.keys.items():
@@ -451,27 +443,31 @@ def verify(what: What = None, *, source: bool = True) -> tuple[Verification, ...
 
 
 def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verification | None:
+    in_use = is_locked(store, lock_name(key))  # before its own lease
     lock = lease(store, key, create=True)  # it must not be dropped while it is read
     assert lock is not None
     with lock, entry_errors(store, key):
         entry = read_entry(store, key)
         if entry is None:
             return None
+        entry = replace(entry, in_use=in_use)
+        if entry.unreadable is not None:
+            return Verification(entry, (), "not-checked", entry.unreadable)
         if entry.damaged is not None:
             return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
         try:
-            folder = open_entry(store, key)
+            with opened_entry(store, key) as folder:
+                manifest = read_manifest(folder, key)
+                damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except FileNotFoundError:
             return None
-        except Damaged as problem:
-            return Verification(entry, (str(problem),), "not-checked", say("it cannot be read"))
-        try:
-            manifest = read_manifest(folder, key)
-            damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except (Damaged, OtherFormat) as problem:
             return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
-        finally:
-            os.close(folder)
+        except OSError as problem:
+            if is_resource_shortage(problem):
+                raise
+            unreadable = problem.strerror or str(problem)
+            return Verification(replace(entry, unreadable=unreadable), (), "not-checked", unreadable)
     if matcher is None:
         return Verification(entry, damaged, "not-checked", say("not requested"))
     if not manifest.paths:

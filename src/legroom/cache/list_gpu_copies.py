@@ -11,11 +11,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from legroom.cache.store_directories import existing_stores
 from legroom.records.watch_sample import GpuCopyRow
+from legroom.system.atomic_file import opened
 from legroom.system.unix_sockets import FOLDER_FLAGS, HIDDEN, address, require_same_user, unlink
 
 FOLDER = "gpu"  # in a store
@@ -46,15 +48,10 @@ def gpu_copies() -> tuple[GpuCopyRow, ...]:
 
 def holders(store: Path, patience: float = PATIENCE_S) -> list[dict[str, Any]]:
     """The processes that have copies in GPU memory: pid, bytes by key, and what each copy is."""
-    try:
-        folder = os.open(store / FOLDER, FOLDER_FLAGS)
-    except OSError:
-        return []
-    try:
+    with suppress(OSError), opened(store / FOLDER, FOLDER_FLAGS) as folder:
         answers = [answer for answer, _ in ask_all(folder, {"list": True}, patience=patience)]
         return [answer for answer in answers if isinstance(answer.get("copies"), dict) and "pid" in answer]
-    finally:
-        os.close(folder)
+    return []
 
 
 def ask_all(

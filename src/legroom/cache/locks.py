@@ -79,7 +79,7 @@ def acquire(
 
     Raises FileNotFoundError if it does not exist and ``create`` is false.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if block else fcntl.LOCK_NB)
     while True:
         lock = _open(folder, name, flags, lease)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,18 +16,21 @@ from legroom.cache.cached_arrays_and_tables import DataContents, ragged_of
 from legroom.cache.lease_and_map_entry import array_view, arrays_of, tables_of
 from legroom.cache.mapped_files_and_checksums import MappedFile
 from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, plan_files
-from legroom.cache.source_stamps_and_digests import source_changed_error, source_gone_error
+from legroom.cache.source_stamps_and_digests import opened_source, source_changed_error
 from legroom.cache.store_free_space import decoding_memory
 from legroom.cache.write_entry_files import check_source_checksum
-from legroom.errors import UnsupportedData
+from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
 from legroom.formats.detect import open_source
-from legroom.formats.file_reads_and_errors import arriving, unreadable
+from legroom.formats.file_reads_and_errors import arriving
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records.cache_entry import Entry
 from legroom.remote.remote_object import ObjectUrl, SourcePath
-from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+
+if TYPE_CHECKING:
+    from legroom.cache.download import Download
 
 NDArray = np.ndarray[Any, Any]
 _PAGE = 4096
@@ -40,9 +43,10 @@ def in_process(
     dtype: str | None = None,
 ) -> DataContents:
     """Read everything into arrays of this process."""
-    with ExitStack() as stack:
+    downloads: list[Download] = []
+    with _named_by_their_urls(downloads), ExitStack() as stack:
         memory = decoding_memory()
-        local = [_local(path, keys, stack) for path in paths]
+        local = [_local(path, keys, stack, downloads) for path in paths]
         readers = [stack.enter_context(open_source(path, keys, memory, dtype)) for path in local]
         planned = plan_files([reader.describe() for reader in readers], paths)
         done = 0
@@ -65,7 +69,18 @@ def in_process(
     return DataContents(_entry(paths, planned, "memory"), arrays, tables, ragged_of(specs(planned)))
 
 
-def _local(path: SourcePath, keys: tuple[str, ...] | None, stack: ExitStack) -> Path:
+@contextmanager
+def _named_by_their_urls(downloads: Sequence[Download]) -> Iterator[None]:
+    """Errors about the files that objects are downloaded to, in words of their URLs: the files are gone by then."""
+    try:
+        yield
+    except SourceError as problem:
+        if not downloads:
+            raise
+        raise lazy_import("legroom.cache.downloads_in_store").in_words_of_the_url(problem, downloads) from None
+
+
+def _local(path: SourcePath, keys: tuple[str, ...] | None, stack: ExitStack, downloads: list[Download]) -> Path:
     """The path; of a remote object, a file in a temporary directory that it is downloaded to."""
     if not isinstance(path, ObjectUrl):
         return path
@@ -76,6 +91,7 @@ def _local(path: SourcePath, keys: tuple[str, ...] | None, stack: ExitStack) -> 
     stamp = RemoteObject(path).stat()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="legroom-")))
     download = stack.enter_context(Download(path, stamp, folder, whole=keys is None))
+    downloads.append(download)
     download.start()
     stack.enter_context(arriving(download.path, download))
     return download.path
@@ -114,11 +130,7 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
                   offset=extent.offset, alignment=spec.dtype.alignment)  # fmt: skip
         raise _cannot(spec.name, why)
     start = extent.offset - extent.offset % _PAGE
-    try:
-        fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as problem:
-        raise source_gone_error(extent.path, problem) from problem
-    try:
+    with opened_source(extent.path) as fd:
         if not any(os.path.samestat(os.fstat(fd), os.fstat(own)) for own in reader.descriptors()):
             raise source_changed_error(extent.path)  # its name leads to another file since its header was read
         length = extent.offset - start + extent.nbytes
@@ -131,10 +143,6 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
                 extent, spec.name, [(mapped_files_and_checksums.crc32()(bytes_of(array)), extent.nbytes)]
             )
         return array
-    except OSError as problem:
-        raise unreadable(extent.path, problem) from problem
-    finally:
-        os.close(fd)
 
 
 def _read(target: ArrayTarget, readers: Sequence[BaseReader], count: Callable[[int], None]) -> NDArray:

@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import secrets
-import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from legroom.cache.source_stamps_and_digests import DIGITS, Source, same_lookup
 from legroom.cache.store_directories import Store, existing_stores, is_resource_shortage, read_small_file, store_lock
 from legroom.formats.base_reader import Lookup
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, stamp_from_json
+from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock
 
 RECORD_FORMAT = 2  # a record of another format is ignored: the source is hashed again
@@ -94,18 +94,12 @@ def read_record_named(store: Store, name: str) -> SourceRecord | None:
 
     Raises OSError if it could not be read.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, dir_fd=store.sources)
+        data = read_small_file(store.sources, name, _LARGEST_RECORD)
     except OSError as problem:
         if problem.errno in _NO_RECORD:
             return None
         raise
-    try:
-        stats = os.fstat(fd)
-        data = os.read(fd, min(_LARGEST_RECORD, stats.st_size + 1)) if stat.S_ISREG(stats.st_mode) else b""
-    finally:
-        os.close(fd)
     try:
         if data[:_OPENING_LENGTH] != _OPENING % zlib.crc32(data[_OPENING_LENGTH:]):
             return None
@@ -176,14 +170,12 @@ def write_record(
 def replace_record(store: Store, name: str, data: bytes) -> None:
     """Write a file in ``sources/`` by rename, under the store's lock."""
     scratch = TEMPORARY + secrets.token_hex(8)
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=store.sources)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        try:
+        with opened(scratch, flags, 0o600, dir_fd=store.sources) as fd:
             write_all(fd, data, 0)
             if store.backing == "disk":
                 os.fsync(fd)
-        finally:
-            os.close(fd)
         os.rename(scratch, name, src_dir_fd=store.sources, dst_dir_fd=store.sources)
     except BaseException:
         with suppress(OSError):
@@ -269,19 +261,12 @@ def remember(url: ObjectUrl) -> None:
     value = {"format": _FORMAT, "name": _name(url), "asked": known[0], "stamp": known[1].as_json()}
     body = json.dumps(value).encode("ascii")
     data = b"%08x " % zlib.crc32(body) + body
-    for store in existing_stores():
-        with suppress(OSError):
-            with store_lock(store):
-                replace_record(store, _name(url), data)
-            return
-
-
-def forget(url: ObjectUrl) -> None:
-    """Ask the server the next time."""
-    _here.pop(url.identity, None)
-    for store in existing_stores():
-        with suppress(OSError):
-            os.unlink(_name(url), dir_fd=store.sources)
+    with suppress(OSError):  # looking for the stores may fail, too
+        for store in existing_stores():
+            with suppress(OSError):
+                with store_lock(store):
+                    replace_record(store, _name(url), data)
+                return
 
 
 def _remembered(url: ObjectUrl, seconds: float) -> ObjectStamp | None:

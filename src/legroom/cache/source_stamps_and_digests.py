@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,20 +24,20 @@ from typing import Any, Protocol, cast
 from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
 from legroom.cache.mapped_files_and_checksums import read_at, write_back
 from legroom.errors import (
-    MissingPackage,
+    LegroomError,
     NoSuchObject,
     SourceChanged,
     SourceError,
     TransferDamaged,
     UnreadableSource,
     UnsupportedData,
-    UsageError,
 )
 from legroom.formats.base_reader import BaseReader, Description, Lookup
 from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
-from legroom.messages import say
+from legroom.messages import phrase, say
 from legroom.remote.remote_object import BOUND, ObjectStamp, ObjectUrl, SourcePath
-from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+from legroom.system.atomic_file import opened
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import, require
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 # "version" is the hash of a remote object's URL and version: of data that was read in part and not hashed.
@@ -302,14 +302,8 @@ def flush_source(source: Source) -> None:
     for file in source.all_files:
         if isinstance(file.path, ObjectUrl):
             continue
-        try:
-            fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            try:
-                write_back(fd)
-            finally:
-                os.close(fd)
-        except OSError as problem:
-            raise source_gone_error(file.path, problem) from problem
+        with opened_source(file.path) as fd:
+            write_back(fd)
 
 
 def digest_source(source: Source, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
@@ -339,26 +333,17 @@ def digest_source(source: Source, algorithm: str, progress: Callable[[int], None
 def hash_file(file: StampedFile, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
     """The digest of one file's bytes. Its stamp is compared before and after, on the descriptor."""
     hashers = {name: new_hasher(name) for name in dict.fromkeys((algorithm, *_expected(file)))}
-    path = file.readable
-    try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            _same(fd, file)
-            end = _end_of_data(fd, file)
-            for block in _blocks(fd, file, _CHUNKS[algorithm], end):
-                for hasher in hashers.values():
-                    hasher.update(block)
-                if progress is not None:
-                    progress(len(block))
-            if progress is not None and end < file.size:
-                progress(file.size - end)
-            _same(fd, file)
-        finally:
-            os.close(fd)
-    except OSError as problem:
-        if isinstance(problem, SourceError):
-            raise
-        raise source_gone_error(file.path, problem) from problem
+    with opened_source(file.path, file.readable) as fd:
+        _same(fd, file)
+        end = _end_of_data(fd, file)
+        for block in _blocks(fd, file, _CHUNKS[algorithm], end):
+            for hasher in hashers.values():
+                hasher.update(block)
+            if progress is not None:
+                progress(len(block))
+        if progress is not None and end < file.size:
+            progress(file.size - end)
+        _same(fd, file)
     digests = {name: hasher.hexdigest() for name, hasher in hashers.items()}
     _require_expected(file, digests)
     if end == file.size:
@@ -459,6 +444,18 @@ def source_gone_error(path: SourcePath, problem: OSError) -> SourceError:
     return source_changed_error(path) if isinstance(problem, FileNotFoundError) else unreadable(Path(path), problem)
 
 
+@contextmanager
+def opened_source(path: SourcePath, local: Path | None = None) -> Iterator[int]:
+    """A descriptor of a stamped file, or of where it is on this machine. Failed calls are errors of the source."""
+    try:
+        with opened(local or path) as fd:
+            yield fd
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise source_gone_error(path, problem) from problem
+
+
 def source_changed_error(path: SourcePath) -> SourceChanged:
     """The error for a file that changes while it is read."""
     return changed_while_read(path)
@@ -468,15 +465,9 @@ def sample_source(source: Source) -> str:
     """A hash of a few pages of the files. Sources with different samples differ; equal samples prove nothing."""
     hasher = hashlib.blake2b(digest_size=8)
     for file in source.all_files[:_SAMPLES]:
-        try:
-            fd = os.open(file.readable, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            try:
-                for number in range(_SAMPLES):
-                    hasher.update(os.pread(fd, 4096, max(0, file.size - 4096) * number // (_SAMPLES - 1)))
-            finally:
-                os.close(fd)
-        except OSError as problem:
-            raise source_gone_error(file.path, problem) from problem
+        with opened_source(file.path, file.readable) as fd:
+            for number in range(_SAMPLES):
+                hasher.update(os.pread(fd, 4096, max(0, file.size - 4096) * number // (_SAMPLES - 1)))
     return hasher.hexdigest()
 
 
@@ -484,21 +475,10 @@ def new_hasher(algorithm: str) -> Hasher:
     """A hash object of that name."""
     if algorithm in ("md5", "sha256"):
         return hashlib.new(algorithm, usedforsecurity=False)
-    try:
-        if algorithm == "blake3":
-            from blake3 import blake3
-
-            return cast(Hasher, blake3(max_threads=blake3.AUTO))
-        if algorithm == "xxh3":
-            from xxhash import xxh3_128
-
-            return cast(Hasher, xxh3_128())
-    except ImportError as problem:
-        raise MissingPackage(
-            say("hash={name!r} needs a package that is not installed", name=algorithm),
-            why=str(problem),
-            fix=("pip install 'legroom[hash]'", say("use hash='md5', which needs no package")),
-        ) from problem
-    raise UsageError(
-        say("unknown hash {name!r}", name=algorithm), why=say("valid values: md5, blake3, xxh3"), fix=("hash='md5'",)
-    )
+    what, instead = f"hash={algorithm!r}", (phrase("use hash='md5', which needs no package"),)
+    if algorithm == "blake3":
+        blake3 = require("blake3", "hash", what, instead=instead).blake3
+        return cast(Hasher, blake3(max_threads=blake3.AUTO))
+    if algorithm == "xxh3":
+        return cast(Hasher, require("xxhash", "hash", what, instead=instead).xxh3_128())
+    raise ValueError(algorithm)

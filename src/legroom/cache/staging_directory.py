@@ -25,7 +25,6 @@ from legroom.cache.store_directories import (
     delete_leftovers,
     delete_trash,
     in_memory,
-    leftovers,
     move_to_trash,
     step,
     store_lock,
@@ -33,20 +32,19 @@ from legroom.cache.store_directories import (
 from legroom.cache.store_free_space import directory_bytes, keep_count
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory_budget import Allowed
+from legroom.system.atomic_file import opened
 
 _CREDIT = 16 << 20
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or no inode
 
 
 class StagingDirectory:
     """The private directory of one running build."""
 
-    def __init__(self, store: Store, need: store_free_space.BuildNeed | int, *, evict: bool) -> None:
+    def __init__(self, store: Store, need: store_free_space.BuildNeed, *, evict: bool) -> None:
         """Reserve ``need`` in the store. Raises NoRoom if it does not fit."""
-        self.store, self.need = (
-            store,
-            need if isinstance(need, store_free_space.BuildNeed) else store_free_space.BuildNeed(need),
-        )
+        self.store, self.need = store, need
         self.ident = secrets.token_hex(8)
         self.name = BUILDING + self.ident
         self.folder = store.root / WORK / self.name
@@ -66,7 +64,7 @@ class StagingDirectory:
     def _begin(self) -> None:
         store = self.store
         with store_lock(store):
-            delete_leftovers(store, leftovers(store))
+            delete_leftovers(store)
             lock = locks.acquire(store.work, self.lock_file)
             assert lock is not None  # the name is random and new
             self._lock: Lock = lock
@@ -74,8 +72,7 @@ class StagingDirectory:
                 step("reserve")
                 self._reserve(self.need)
                 os.mkdir(self.name, 0o700, dir_fd=store.work)
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                self.fd = os.open(self.name, flags, dir_fd=store.work)
+                self.fd = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=store.work)
             except BaseException:
                 try:
                     self._clear()
@@ -88,15 +85,12 @@ class StagingDirectory:
     def _reserve(self, need: store_free_space.BuildNeed) -> None:
         """Reserve everything, of which ``need`` is still to be written. Call it under the store's lock."""
         try:
-            try:
-                store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
-            except NoRoom:
-                if not self._evict or not eviction.remove_unused_downloads(self.store):
-                    raise
-                store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+            store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
         except NoRoom:
-            if not self._evict or not evict_until_fits(self.store, need, mine=self.lock_file):
+            if not self._evict:
                 raise
+            eviction.remove_unused_downloads(self.store)
+            evict_until_fits(self.store, need, mine=self.lock_file)
             store_free_space.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
         store_free_space.write_reservation(self._lock.fd, self.need.nbytes, 0, 0)
 
@@ -113,8 +107,7 @@ class StagingDirectory:
 
     def create(self, name: str) -> int:
         """Create a file in the private directory. The caller closes the descriptor."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=self.fd)
+        return os.open(name, _NEW, 0o600, dir_fd=self.fd)
 
     def allocate(self, fd: int, header: bytes, size: int, *, later: bool = False) -> Iterator[tuple[int, bool]]:
         """Allocate a file in steps and write its header. Yields (end, whether blocks are allocated).
@@ -144,38 +137,20 @@ class StagingDirectory:
             if count <= self._credit:
                 self._credit -= count
                 return
-            bound = store_free_space.tightest(store_free_space.bounds_now(self.store))
-            if count > bound.free:
-                raise store_free_space.no_room_error(self.store, self.need, count - bound.free, bound)
+            free = store_free_space.check_now(self.store, count, self.need)
             # One reading of the cgroup is good for some megabytes: thousands of small arrays need not read it each.
-            self._credit = min(_CREDIT, (bound.free - count) // 8)
+            self._credit = min(_CREDIT, (free - count) // 8)
 
     def decoding_allowance(self) -> Allowed:
         """What decoding may allocate now, in addition to the data still to be written to a store in memory."""
         taken = directory_bytes(self.store.work, self.name)
         return store_free_space.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file. Replaces one of that name."""
-        try:
-            os.unlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            pass
-        fd = self.create(name)
-        try:
-            for _ in self.allocate(fd, data, len(data)):
-                pass
-        finally:
-            os.close(fd)
-
-    def write_sealed(self, name: str, data: memoryview) -> os.stat_result:
-        """Write a small file, read-only and, on a disk, durable. Returns its stat."""
-        fd = self.create(name)
-        try:
+    def write_sealed(self, name: str, data: memoryview | bytes) -> os.stat_result:
+        """Write a file, read-only and, on a disk, durable. Returns its stat."""
+        with opened(name, _NEW, 0o600, dir_fd=self.fd) as fd:
             write_all(fd, data, 0)
             return self._seal(fd)
-        finally:
-            os.close(fd)
 
     def _seal(self, fd: int) -> os.stat_result:
         os.fchmod(fd, 0o400)
@@ -185,14 +160,12 @@ class StagingDirectory:
 
     def seal(self, name: str) -> os.stat_result:
         """Make a file read-only and, on a disk, durable. Returns its stat."""
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         try:
-            return self._seal(fd)
+            with opened(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self.fd) as fd:
+                return self._seal(fd)
         except OSError as problem:
             self.raise_if_full(problem)
             raise
-        finally:
-            os.close(fd)
 
     def raise_if_full(self, problem: BaseException) -> None:
         """Raise NoRoom if a write failed because the store is full. Otherwise do nothing."""

@@ -30,6 +30,7 @@ from legroom.errors import LegroomError, NoStore, StoreError
 from legroom.messages import joined, say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.finding_and_alarm import Finding
+from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock
 
 Backing = Literal["shm", "disk"]
@@ -37,7 +38,7 @@ LOCKS, SOURCES = "locks", "sources"
 WORK = "work"  # builds and removals in progress: a build lists only this folder
 STORE_LOCK = "store.lock"
 TRASH, BUILDING, DOWNLOAD, LOCK = "trash-", "building-", "download-", ".lock"  # names in work/
-_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -102,9 +103,6 @@ class Stores:
     found: tuple[Store, ...]
     findings: tuple[Finding, ...] = field(default=())
 
-    def of(self, backing: str) -> Store | None:
-        return next((store for store in self.found if store.backing == backing), None)
-
     @property
     def distinct(self) -> tuple[Store, ...]:
         """Each directory once: LEGROOM_DIR may name the store in memory."""
@@ -142,38 +140,29 @@ def candidates(env: Mapping[str, str]) -> Iterator[StoreCandidate]:
             yield StoreCandidate(Path(place.path), "disk", place.asked_for, place.may_create)
 
 
-def existing_stores(env: Mapping[str, str] | None = None) -> Iterator[Store]:
+def existing_stores() -> Iterator[Store]:
     """The existing stores, each closed when the next is requested.
 
     An attach that finds its entry in the first never opens the second.
     """
     seen: set[Backing] = set()
-    for candidate in candidates(os.environ if env is None else env):
-        if candidate.backing in seen:
-            continue
-        try:
-            store = open_store(candidate, make=False)
-        except UnusableStore:
-            continue
-        except OSError as problem:
-            if is_resource_shortage(problem):
-                raise
-            if _not_yet_made(candidate, problem):
-                seen.add(candidate.backing)
-            continue
-        seen.add(candidate.backing)
-        with store:
-            yield store
+    for candidate in candidates(os.environ):
+        opened: list[Store] = []
+        if candidate.backing not in seen and _open_one(candidate, False, opened, []):
+            seen.add(candidate.backing)
+        for store in opened:
+            with store:
+                yield store
 
 
 @contextmanager
-def open_stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> Iterator[Stores]:
+def open_stores(*, make: bool = False) -> Iterator[Stores]:
     """Open all stores together. With ``make``, create the missing ones."""
     opened: list[Store] = []
     findings: list[Finding] = []
     settled: set[Backing] = set()
     try:
-        for candidate in candidates(os.environ if env is None else env):
+        for candidate in candidates(os.environ):
             if candidate.backing not in settled and _open_one(candidate, make, opened, findings):
                 settled.add(candidate.backing)
         yield Stores(tuple(opened), tuple(findings))
@@ -187,9 +176,9 @@ def open_stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> 
             store.close()
 
 
-def _not_yet_made(candidate: StoreCandidate, problem: OSError) -> bool:
+def _not_yet_made(candidate: StoreCandidate) -> bool:
     """Whether a load would make its store here: what lies in other places is not used, before as after that load."""
-    if not (candidate.named and isinstance(problem, FileNotFoundError)):
+    if not candidate.named:
         return False
     folder = candidate.parent
     while candidate.may_create and not folder.exists() and folder != folder.parent:
@@ -202,9 +191,9 @@ def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findin
     try:
         opened.append(open_store(candidate, make=make))
         return True
-    except FileNotFoundError as problem:
+    except FileNotFoundError:
         if not make:  # it does not exist yet, which is normal
-            return _not_yet_made(candidate, problem)
+            return _not_yet_made(candidate)
         why = say("{path} does not exist", path=candidate.parent)
         findings.append(_passed_over(candidate, UnusableStore(why)))
     except UnusableStore as unfit:
@@ -304,42 +293,36 @@ def _make(path: Path | str, folder: int | None = None) -> None:
 def _folder(path: Path | str, folder: int | None) -> int:
     try:
         fd = os.open(path, _FOLDER, dir_fd=folder)
-    except NotADirectoryError:
+    except OSError as problem:
+        if problem.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
         is_link = stat.S_ISLNK(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode)
         what = say("a symbolic link") if is_link else say("not a directory")
         raise UnusableStore(say("{path} is {what}", path=path, what=what), "store-symlink") from None
-    except OSError as problem:
-        if problem.errno in (40, 62):  # ELOOP on Linux and macOS
-            raise UnusableStore(say("{path} is a symbolic link", path=path), "store-symlink") from None
-        raise
     try:
-        unfit = _distrust(path, fd)
+        _require_trusted(path, fd)
     except BaseException:
         os.close(fd)
         raise
-    if unfit is not None:
-        os.close(fd)
-        raise unfit
     return fd
 
 
-def _distrust(path: Path | str, fd: int) -> UnusableStore | None:
-    """Why an open directory cannot be trusted, None if it can."""
+def _require_trusted(path: Path | str, fd: int) -> None:
+    """Raise UnusableStore if an open directory cannot be trusted."""
     stats = os.fstat(fd)
     mode = stat.S_IMODE(stats.st_mode)
     if stats.st_uid != os.geteuid():
         why = say("{path} belongs to uid {owner}, not to {uid}", path=path, owner=stats.st_uid, uid=os.geteuid())
-        return UnusableStore(why, "store-squatted")
+        raise UnusableStore(why, "store-squatted")
     if mode & 0o022:
         why = say("{path} is writable by other users (mode {mode})", path=path, mode=oct(mode)[2:])
-        return UnusableStore(why, "store-writable-by-others")
+        raise UnusableStore(why, "store-writable-by-others")
     if stats.st_uid == _overflow_uid() and not _proven(fd, mode):
         why = say(
             "{path} belongs to uid {owner}, which this user namespace shows for every unmapped user",
             path=path, owner=stats.st_uid,
         )  # fmt: skip
-        return UnusableStore(why, "store-squatted")
-    return None
+        raise UnusableStore(why, "store-squatted")
 
 
 @cache
@@ -407,20 +390,15 @@ def _passed_over(candidate: StoreCandidate, unfit: UnusableStore, *, there: bool
 def _check_local(candidate: StoreCandidate) -> None:
     if candidate.backing == "shm" or candidate.named:
         return
-    kind = _network(str(candidate.parent), os.stat(candidate.parent).st_dev)
-    if kind is not None:
+    kind = _kind(str(candidate.parent), os.stat(candidate.parent).st_dev)
+    if kind is None:
+        return
+    with import_lock:
+        from legroom.probe.filesystems_and_cgroups import is_network
+
+    if is_network(kind):
         why = say("{path} is on a network file system ({kind})", path=candidate.root, kind=kind)
         raise UnusableStore(why, "store-on-network")
-
-
-@cache
-def _network(parent: str, _device: int) -> str | None:
-    """The type of the network file system that the directory is on, None for a local one."""
-    with import_lock:
-        from legroom.probe.filesystems_and_cgroups import filesystem_of, is_network
-
-    mount = filesystem_of(Host(), parent)
-    return mount.kind if mount is not None and is_network(mount.kind) else None
 
 
 def filesystem_type(store: Store) -> str | None:
@@ -474,12 +452,12 @@ def is_locked(store: Store, lock_file: str) -> bool:
 
 
 def read_small_file(folder: int | None, name: str, size: int) -> bytes:
-    """The first ``size`` bytes of a file in an open directory; never waits for a FIFO or follows a link."""
-    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        return os.read(fd, size)
-    finally:
-        os.close(fd)
+    """The first ``size`` bytes of a file in an open directory. Follows no link; what is no file has no bytes."""
+    with opened(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder) as fd:
+        stats = os.fstat(fd)
+        if not stat.S_ISREG(stats.st_mode):
+            return b""
+        return os.read(fd, min(size, stats.st_size + 1) if stats.st_size else 4096)  # files in /proc state no size
 
 
 def move_to_trash(store: Store, name: str, folder: int | None = None) -> str | None:
@@ -491,13 +469,15 @@ def move_to_trash(store: Store, name: str, folder: int | None = None) -> str | N
     source = store.fd if folder is None else folder
     step("trash")
     try:
-        os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.work)
+        try:
+            os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.work)
+        except PermissionError:
+            # A directory without write permission cannot be moved to another parent.
+            with opened(name, _FOLDER, dir_fd=source) as fd:
+                os.fchmod(fd, 0o700)
+            os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.work)
     except FileNotFoundError:
         return None
-    except OSError:
-        # A directory without write permission cannot be moved to another parent, only renamed.
-        target = "." + target
-        os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.fd)
     return target
 
 
@@ -507,62 +487,37 @@ def delete_trash(store: Store, name: str) -> None:
         import shutil
 
     step("delete")
-    folder = store.fd if name.startswith(".") else store.work
-    if not name.removeprefix(".").startswith(TRASH):
+    if not name.startswith(TRASH):
         raise ValueError(name)
     try:
-        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=folder, ignore_errors=True)
+        if stat.S_ISDIR(os.stat(name, dir_fd=store.work, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=store.work, ignore_errors=True)
         else:
-            os.unlink(name, dir_fd=folder)  # rmtree would open it, and hang on a FIFO
+            os.unlink(name, dir_fd=store.work)  # rmtree would open it, and hang on a FIFO
     except OSError:
         pass  # gone, or not empty yet: the next gc or build tries again
 
 
-@dataclass(frozen=True, slots=True)
-class Leftovers:
-    """What dead builders and interrupted removals left in one directory."""
-
-    folder: int  # of the directories
-    locks: int
-    dot: str  # before the names of the directories
-    dead: tuple[str, ...]  # builders
-    trash: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.dead) + len(self.trash)
-
-
-def leftovers(store: Store) -> Leftovers:
-    """The leftovers in ``work/``. Call it under the store's lock."""
-    return _leftovers(store.work, store.work, "")
-
-
-def leftovers_outside_work(store: Store) -> Leftovers:
-    """The leftovers of earlier versions, which had no ``work/``. Lists all entries and locks."""
-    return _leftovers(store.fd, store.locks, ".")
-
-
-def _leftovers(folder: int, locks_folder: int, dot: str) -> Leftovers:
-    """List dead builders and trash.
+def leftovers(store: Store) -> tuple[list[str], list[str]]:
+    """What dead builders and interrupted removals left in ``work/``: builders, trash. Under the store's lock.
 
     A builder holds its lock from before its directory exists until after it is gone. So a lock file or directory whose
     lock is not held belongs to a dead builder. Both of one builder count as one.
     """
-    found = os.listdir(folder)
-    noted = found if locks_folder == folder else os.listdir(locks_folder)
-    names = {name.removesuffix(LOCK) for name in noted if name.startswith(BUILDING) and name.endswith(LOCK)}
-    names |= {name.removeprefix(dot).removesuffix(LOCK) for name in found if name.startswith(dot + BUILDING)}
-    dead = tuple(name for name in sorted(names) if not locks.held(locks_folder, name + LOCK))
-    return Leftovers(folder, locks_folder, dot, dead, tuple(name for name in found if name.startswith(dot + TRASH)))
+    found = os.listdir(store.work)
+    names = {name.removesuffix(LOCK) for name in found if name.startswith(BUILDING)}
+    dead = [name for name in sorted(names) if not locks.held(store.work, name + LOCK)]
+    return dead, [name for name in found if name.startswith(TRASH)]
 
 
-def delete_leftovers(store: Store, left: Leftovers) -> None:
-    """Delete what dead builders and interrupted removals left, under the store's lock."""
-    for name in left.trash:
+def delete_leftovers(store: Store) -> int:
+    """Delete what dead builders and interrupted removals left, under the store's lock. Returns how many they were."""
+    dead, trash = leftovers(store)
+    for name in trash:
         delete_trash(store, name)
-    for name in left.dead:
-        for folder, part in ((left.folder, left.dot + name), (left.locks, name + LOCK)):
-            moved = move_to_trash(store, part, folder)
+    for name in dead:
+        for part in (name, name + LOCK):
+            moved = move_to_trash(store, part, store.work)
             if moved is not None:
                 delete_trash(store, moved)
+    return len(dead) + len(trash)

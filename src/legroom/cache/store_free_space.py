@@ -28,6 +28,7 @@ from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.ram_swap_and_pressure import memory
 from legroom.probe.runtime_environment import environment
+from legroom.system.atomic_file import opened
 from legroom.units import exact_size, format_size, parse_size
 
 STEP = 32 << 20
@@ -55,14 +56,20 @@ class Bound:
     inodes: bool = False
 
 
-def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
+def bounds(store: Store) -> list[Bound]:
     """All limits of the store now, before reservations."""
     stats = os.statvfs(store.fd)
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     keep = min(256 * _MB, size // 16) if store.backing == "shm" else min(1024 * _MB, size // 20)
-    found = [Bound(free - keep, lambda: say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)))]
+    found = [Bound(free - keep, lambda: say(
+        "{root}: {free} free, {keep} kept free", root=store.root, **_pair(free, keep)
+    ))]  # fmt: skip
     if store.backing == "disk":
-        found.append(_limit(store, size, os.environ if env is None else env))
+        limit, taken = disk_limit(size, os.environ), store_bytes(store)
+        found.append(Bound(limit - taken, lambda: say(
+            "{root}: {taken} used of {limit} (LEGROOM_DISK_LIMIT; default: half the file system)",
+            root=store.root, limit=format_size(limit), taken=format_size(taken),
+        )))  # fmt: skip
     if in_memory(store):
         found.extend(memory_bounds())
     return found
@@ -125,7 +132,7 @@ def decoding_allowance(promised: int = 0) -> Allowed:
     """What decoding may allocate now, in addition to ``promised`` bytes for the load's own data."""
     found = memory_bounds()
     if not found:
-        return Allowed(1 << 62, say("no limit could be read"))
+        return Allowed(1 << 62, "")
     bound = tightest(found)
     why = bound.what()
     if promised:
@@ -155,9 +162,16 @@ def shortfalls(store: Store, need: BuildNeed, promised: int) -> list[tuple[int, 
     return missing
 
 
-def check_fits(store: Store, need: BuildNeed | int, *, mine: str | None = None, evicts: bool = False) -> None:
+def check_now(store: Store, count: int, need: BuildNeed) -> int:
+    """Raise NoRoom if ``count`` bytes of ``need`` no longer fit. Returns how many bytes are free."""
+    bound = tightest(bounds_now(store))
+    if count > bound.free:
+        raise no_room_error(store, need, count - bound.free, bound)
+    return bound.free
+
+
+def check_fits(store: Store, need: BuildNeed, *, mine: str | None = None, evicts: bool = False) -> None:
     """Raise NoRoom if ``need`` does not fit, counting the reservations of others. ``evicts``: as in no_room_error."""
-    need = need if isinstance(need, BuildNeed) else BuildNeed(need)
     promised = outstanding_reservations(store, mine)
     missing = shortfalls(store, need, promised)
     if missing:
@@ -212,6 +226,8 @@ def _inodes(store: Store, files: int) -> list[Bound]:
 
 def _fix_for(store: Store, missing: int, bound: Bound) -> str:
     """The command or setting that raises this limit."""
+    if bound.inodes and not in_memory(store):
+        return say("set LEGROOM_DIR to a directory of another file system")
     if bound.inodes:
         return say("remount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
     if bound.memory:
@@ -261,21 +277,8 @@ def allocate_blocks(fd: int, offset: int, length: int) -> None:
         os.posix_fallocate(fd, offset, length)
 
 
-def _limit(store: Store, size: int, env: Mapping[str, str]) -> Bound:
-    limit = disk_limit(size, env)
-    taken = store_bytes(store)
-    return Bound(limit - taken, lambda: say(
-        "{root}: {taken} used of {limit} (LEGROOM_DISK_LIMIT; default: half the file system)",
-        root=store.root, limit=format_size(limit), taken=format_size(taken),
-    ))  # fmt: skip
-
-
 def _pair(free: int, keep: int) -> dict[str, str]:
     return {"free": format_size(free), "keep": format_size(keep)}
-
-
-def _sizes(store: Store, free: int, keep: int) -> dict[str, object]:
-    return {"root": store.root, **_pair(free, keep)}
 
 
 _COUNT = "used"
@@ -284,21 +287,11 @@ _COUNT = "used"
 def directory_bytes(folder: int, name: str) -> int:
     """The allocated bytes of the files in directory ``name`` of ``folder``."""
     total = 0
-    try:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except OSError:
-        return 0
-    try:
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                try:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                except OSError:
-                    continue
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with suppress(OSError), opened(name, flags, dir_fd=folder) as fd, os.scandir(fd) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total
 
 
@@ -349,11 +342,8 @@ def _read(store: Store) -> int | None:
 
 def _write(store: Store, total: int, changed: int | None = None) -> None:
     """Write the count. If that fails the next reader counts again."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW
     with suppress(OSError):
         changed = os.fstat(store.fd).st_mtime_ns if changed is None else changed
-        fd = os.open(_COUNT, flags, 0o600, dir_fd=store.work)
-        try:
+        with opened(_COUNT, flags, 0o600, dir_fd=store.work) as fd:
             os.write(fd, f"{changed} {total}\n".encode())
-        finally:
-            os.close(fd)

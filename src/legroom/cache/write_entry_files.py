@@ -30,15 +30,17 @@ from legroom.cache.source_stamps_and_digests import Source, source_changed_error
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import Store, filesystem_type, in_memory, step
 from legroom.cache.store_free_space import BuildNeed
+from legroom.errors import LegroomError
 from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import wait_for_bytes, wrong_checksum
-from legroom.messages import say
+from legroom.system.atomic_file import opened
 from legroom.system.processes_and_threads import (
     lower_thread_priority,
     release_freed_memory,
     room_for_threads,
     usable_cpus,
+    why_no_thread,
 )
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
@@ -100,7 +102,7 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
     # Copying finishes long before md5, so md5 gets one core. Decoding uses all cores.
     copiers = max(1, cpus - 1) if slow_hash and not job.layout.decodes else max(2, cpus)
     if not room_for_threads(2 + min(_MOST_COPIERS, copiers)):
-        raise MemoryError(say("ulimit -v leaves no address space for the threads that copy and hash"))
+        raise MemoryError(why_no_thread(2 + min(_MOST_COPIERS, copiers)))
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
         ThreadPoolExecutor(1, "legroom-allocate", initializer) as allocating,
@@ -142,6 +144,8 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
             sizes = [table.result() for table in tables]
         except BaseException as problem:
             meter.stopped = True
+            if job.fetched is not None and not isinstance(problem, (OSError, LegroomError, Stopped)):
+                job.fetched.fail(Stopped())  # an interrupt, or the caller's own error: wait for no silent server
             wait(first)
             if isinstance(problem, Stopped):
                 wait(writer.jobs)  # the job that failed stops the others, and they may end before it
@@ -196,11 +200,8 @@ def _adopt(job: BuildJob, work: StagingDirectory, target: ArrayTarget) -> str:
     moved = work.folder / target.file
     files = (replace(file, local=moved) if file.local == extent.path else file for file in job.source.files)
     job.source = replace(job.source, files=tuple(files))
-    fd = os.open(target.file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work.fd)
-    try:
+    with opened(target.file, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=work.fd) as fd:
         write_all(fd, target.header, 0)
-    finally:
-        os.close(fd)
     return mapped_files_and_checksums.hex_digits(crc)
 
 
@@ -279,11 +280,8 @@ def _sealed(
 
 
 def _crc_of(work: StagingDirectory, name: str) -> int:
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work.fd)
-    try:
+    with opened(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=work.fd) as fd:
         return mapped_files_and_checksums.file_crc32(fd)
-    finally:
-        os.close(fd)
 
 
 PART = 8 << 20
@@ -343,7 +341,7 @@ class ArrayWriter:
         self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
         self._again, self._memory = again, memory
         self._extents, self._slabs = layout.extents, layout.slabs
-        self._small_jobs: list[tuple[str, Future[Any]]] = []
+        self._small_jobs: list[Future[Any]] = []
         self._decoding = threading.Lock()  # a reader is used by one thread at a time
         self._sources: dict[str, int] = {}
         self._opening = threading.Lock()
@@ -365,13 +363,11 @@ class ArrayWriter:
 
     def copy_small(self, targets: Sequence[ArrayTarget], work: StagingDirectory) -> None:
         """Start copying small arrays, each into its own file, which is sealed at once."""
-        job = self._start(self._copy_small, targets, work)
-        self._small_jobs.extend((target.spec.name, job) for target in targets)
+        self._small_jobs.append(self._start(self._copy_small, targets, work))
 
     def sealed(self) -> dict[str, tuple[str, os.stat_result]]:
         """Checksum and stat of every small array, by name."""
-        jobs = {id(job): job for _, job in self._small_jobs}
-        return {name: found for job in jobs.values() for name, found in job.result().items()}
+        return {name: found for job in self._small_jobs for name, found in job.result().items()}
 
     def _copy_small(
         self, targets: Sequence[ArrayTarget], work: StagingDirectory
@@ -503,7 +499,7 @@ class ArrayWriter:
         with self._opening:
             if path not in self._sources:
                 try:
-                    self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._sources[path] = fd = os.open(path, os.O_RDONLY)
                 except OSError as problem:
                     raise source_gone_error(extent.path, problem) from problem
                 if not any(os.path.samestat(os.fstat(fd), own) for own in self._reader_stats):

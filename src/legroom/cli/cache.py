@@ -229,7 +229,7 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
 def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     """Verify the checksums of entries and of their source files.
 
-    Exits 1 if an entry is damaged or its source has changed.
+    Exits 1 if an entry is damaged or cannot be read, or its source has changed.
     """
     from legroom.cache.list_and_verify import verify as check
 
@@ -486,6 +486,8 @@ def verified_object(result: Verification) -> dict[str, Any]:
 
 def verified_line(result: Verification) -> str:
     """One verification as a line of text."""
+    if not result.damaged and result.entry.unreadable is not None:
+        return say("{name}: cannot be read: {why}", name=_named(result.entry), why=result.entry.unreadable)
     copy = (
         say("copy intact") if result.whole else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
     )

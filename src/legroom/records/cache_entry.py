@@ -106,5 +106,5 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Whether the copy is intact; a changed source file is not damage."""
-        return not self.damaged
+        """Whether the copy is known to be intact; a changed source file is not damage."""
+        return not self.damaged and self.entry.unreadable is None

@@ -16,7 +16,7 @@ from legroom.errors import UnsupportedData
 from legroom.messages import say
 from legroom.remote.http_connections import Connections, NotDirect, Sink
 from legroom.remote.remote_errors_and_retries import object_changed, timeout
-from legroom.remote.remote_object import HTTP, S3, ObjectStamp, ObjectUrl
+from legroom.remote.remote_object import HTTP, REMOTE_DATA, S3, ObjectStamp, ObjectUrl
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 _BLOCK = 256 << 10
@@ -44,11 +44,10 @@ class RangeReader:
                 return
             except NotDirect:
                 self._direct = False
-        asyn = require("fsspec.asyn", "remote", say("remote data"))
         if url.protocol in S3 and hasattr(fs, "_call_s3") and hasattr(fs, "split_path"):
-            asyn.sync(fs.loop, _s3, fs, path, url, stamp, start, end, to)
+            _sync(fs, _s3, fs, path, url, stamp, start, end, to)
         elif url.protocol in HTTP and hasattr(fs, "set_session"):
-            asyn.sync(fs.loop, _http, fs, path, url, stamp, start, end, to)
+            _sync(fs, _http, fs, path, url, stamp, start, end, to)
         else:
             _put(url, to, memoryview(_call(fs, path, start, end)))
 
@@ -91,6 +90,11 @@ class RangeReader:
         return known[2], {}
 
 
+def _sync(fs: Any, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """The result of a coroutine in the thread of fsspec's event loop."""
+    return require("fsspec.asyn", "remote", REMOTE_DATA).sync(fs.loop, call, *arguments, **more)
+
+
 def _put(url: ObjectUrl, to: Sink, block: memoryview) -> None:
     while len(block):
         view = to.room()
@@ -105,8 +109,7 @@ def _put(url: ObjectUrl, to: Sink, block: memoryview) -> None:
 def _call(fs: Any, path: str, start: int, end: int) -> bytes:
     limit = timeout() + (end - start) / _SLOWEST
     if getattr(fs, "async_impl", False):
-        asyn = require("fsspec.asyn", "remote", say("remote data"))
-        data = asyn.sync(fs.loop, fs._cat_file, path, start=start, end=end, timeout=limit)
+        data = _sync(fs, fs._cat_file, path, start=start, end=end, timeout=limit)
     else:
         data = fs.cat_file(path, start=start, end=end)
     return bytes(data)
@@ -167,7 +170,7 @@ def _no_ranges(url: ObjectUrl) -> UnsupportedData:
 
 def read_stream(fs: Any, path: str, url: ObjectUrl) -> Iterator[bytes]:
     """The whole object in one request, for servers that cannot send parts or give no version."""
-    options = {"block_size": 0} if url.protocol in ("http", "https") else {}
+    options = {"block_size": 0} if url.protocol in HTTP else {}
     with fs.open(path, "rb", **options) as stream:
         while block := stream.read(1 << 20):
             yield block

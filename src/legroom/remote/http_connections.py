@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from legroom.remote.remote_errors_and_retries import object_changed, timeout
-from legroom.remote.remote_object import ObjectStamp, ObjectUrl
+from legroom.remote.remote_object import HTTP, ObjectStamp, ObjectUrl
 from legroom.system.lazy_and_optional_imports import import_lock
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Connections:
         import ssl
 
         parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname or _through_proxy(parts):
+        if parts.scheme not in HTTP or not parts.hostname or _through_proxy(parts):
             raise NotDirect
         key = (parts.scheme, parts.netloc.rpartition("@")[2])
         while True:
@@ -186,7 +186,7 @@ class _Connection:
             if not block:
                 raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             head += block
-            if len(head) > _LONGEST_HEAD:
+            if len(head) > _LONGEST_HEAD and b"\r\n\r\n" not in head:  # the rest may be of the body
                 raise http.client.LineTooLong("head")
         line, _, rest = head.partition(b"\r\n")
         head, _, self._rest = rest.partition(b"\r\n\r\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from legroom.errors import LegroomError, MissingPackage, NoSuchObject, Unsupport
 from legroom.messages import say
 from legroom.remote.conditional_range_requests import RangeReader, read_stream
 from legroom.remote.http_connections import Sink
-from legroom.remote.remote_errors_and_retries import CallerFailed, remote_error, retried, short_read, timeout
-from legroom.remote.remote_object import ObjectStamp, ObjectUrl, object_url, redacted, stamp_of_info
+from legroom.remote.remote_errors_and_retries import CallerFailed, remote_error, retried, seconds, short_read, timeout
+from legroom.remote.remote_object import REMOTE_DATA, S3, ObjectStamp, ObjectUrl, object_url, redacted, stamp_of_info
 from legroom.system.lazy_and_optional_imports import require
 
 CONNECTIONS = 16
@@ -180,18 +179,26 @@ def read_small(url: ObjectUrl, most: int) -> bytes:
     """The content of a small object."""
     remote = RemoteObject(url)
     stamp = remote.stat()
-    if not stamp.by_ranges:
-        data = bytearray()
-        remote.read_whole(data.clear, data.extend, stamp.size)
-    else:
-        assert stamp.size is not None
-        data = bytearray(min(stamp.size, most + 1))
-        try:
+    data = bytearray()
+
+    def check(size: int) -> None:
+        if size > most:
+            raise UnsupportedData(say("{path} is too large", path=url), why=say("it has {size} bytes", size=size))
+
+    def take(block: bytes) -> None:
+        check(len(data) + len(block))
+        data.extend(block)
+
+    check(stamp.size or 0)
+    try:
+        if not stamp.by_ranges:
+            remote.read_whole(data.clear, take, stamp.size)
+        else:
+            assert stamp.size is not None
+            data = bytearray(stamp.size)
             remote.read(stamp, 0, len(data), BufferSink(memoryview(data)))
-        finally:
-            remote.close()
-    if len(data) > most:
-        raise UnsupportedData(say("{path} is too large", path=url), why=say("it has {size} bytes", size=len(data)))
+    finally:
+        remote.close()
     return bytes(data)
 
 
@@ -203,7 +210,7 @@ def _filesystem(url: ObjectUrl) -> tuple[Any, str]:
             why=say("Legroom keeps the data in its own cache"),
             fix=(say("pass the URL of the object itself"),),
         )
-    core = require("fsspec.core", "remote", say("remote data"))
+    core = require("fsspec.core", "remote", REMOTE_DATA)
     problem: LegroomError | None = None
     try:
         with _opening:  # fsspec's table of file systems is not made for threads
@@ -227,9 +234,9 @@ def _filesystem(url: ObjectUrl) -> tuple[Any, str]:
 
 
 def _options(url: ObjectUrl) -> dict[str, Any]:
-    if url.protocol not in ("s3", "s3a"):
+    if url.protocol not in S3:
         return {}
-    config = require("fsspec.config", "remote", say("remote data")).conf
+    config = require("fsspec.config", "remote", REMOTE_DATA).conf
     given = {**config.get("s3", {}), **config.get(url.protocol, {})}
     wanted = {"max_pool_connections": 2 * CONNECTIONS, "connect_timeout": timeout(), "read_timeout": timeout()}
     options: dict[str, Any] = {"config_kwargs": {**wanted, **given.get("config_kwargs", {})}}
@@ -249,7 +256,4 @@ def _not_installed(url: ObjectUrl, raised: ImportError) -> MissingPackage:
 
 def fresh_seconds() -> float:
     """For how long an object's version is used without asking the server again: LEGROOM_REMOTE_FRESH."""
-    try:
-        return max(0.0, float(os.environ.get("LEGROOM_REMOTE_FRESH", "") or 60))
-    except ValueError:
-        return 60.0
+    return max(0.0, seconds("LEGROOM_REMOTE_FRESH"))

@@ -6,8 +6,10 @@ each time, is repeated until all of it is there.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +38,8 @@ _CUT = (
     "LineTooLong",
 )  # fmt: skip
 _CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "TokenRetrievalError")
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_LONGEST_TIMEOUT = 1e6  # seconds: sockets take no infinite time
 _DENIED = {401, 403, 407}
 _LOGIN = {
     "s3": "aws configure", "s3a": "aws configure", "gs": "gcloud auth application-default login",
@@ -81,7 +85,7 @@ def remote_error(url: ObjectUrl, problem: BaseException) -> LegroomError:
             why=say("the connection ended in the middle of the data"),
             fix=(say("try again; what has arrived is kept"),),
         )
-    if names & set(_CONNECTION) or any(isinstance(one, ConnectionError) for one in chain):
+    if names & set(_CONNECTION) or any(map(_no_connection, chain)):
         return RemoteUnreachable(
             what,
             why=say("no connection to the server: {reason}", reason=reason),
@@ -113,11 +117,23 @@ def object_changed(url: ObjectUrl) -> SourceChanged:
 
 def timeout() -> float:
     """Seconds without a byte after which a request is given up: LEGROOM_REMOTE_TIMEOUT."""
+    found = seconds("LEGROOM_REMOTE_TIMEOUT")
+    return min(found, _LONGEST_TIMEOUT) if found > 0 else 60.0
+
+
+def seconds(variable: str) -> float:
+    """The seconds in a variable of the environment, by default 60."""
     try:
-        found = float(os.environ.get("LEGROOM_REMOTE_TIMEOUT", "") or 60)
+        return float(os.environ.get(variable, "") or 60)
     except ValueError:
         return 60.0
-    return found if found > 0 else 60.0
+
+
+def _no_connection(problem: BaseException) -> bool:
+    """Whether it says that the server was not reached: a name without an address, or a network without a way to it."""
+    if isinstance(problem, (ConnectionError, socket.gaierror)):
+        return True
+    return isinstance(problem, OSError) and problem.errno in _NO_ROUTE
 
 
 def _login(url: ObjectUrl) -> tuple[str, ...]:

@@ -18,13 +18,16 @@ import os
 import posixpath
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
+from legroom.messages import phrase
+
 HIDDEN = "…"
+REMOTE_DATA = phrase("remote data")  # what fsspec is needed for
 S3, HTTP = ("s3", "s3a"), ("http", "https")
 BOUND = S3 + HTTP  # protocols whose requests name the version: the server sends that one or none
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:::[A-Za-z0-9+.-]+)*://")
@@ -96,7 +99,7 @@ def without_credentials(url: str) -> str:
     if not mark:
         return url
     scheme = scheme.lower()
-    web = scheme in ("http", "https")
+    web = scheme in HTTP
     host, slash, path = rest.partition("/")
     user, at, server = host.rpartition("@")
     # "container@account" of Azure and "user@host" of SFTP select the object. A password, or any user of a web
@@ -182,18 +185,15 @@ class ObjectStamp:
 
     def as_json(self) -> dict[str, Any]:
         """Its fields."""
-        return {name: getattr(self, name) for name in _FIELDS} | {"hashes": dict(self.hashes)}
+        return asdict(self)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.tag} {self.size}" if self.tag else f"{self.kind} {self.size}"
 
 
-_FIELDS = ("size", "kind", "tag", "modified_ns", "etag", "version", "etag_md5", "ranges")
-
-
 def stamp_from_json(value: Mapping[str, Any]) -> ObjectStamp:
     """The stamp of these fields. Raises KeyError, TypeError or ValueError if they are not a stamp's."""
-    found = ObjectStamp(**{name: value[name] for name in _FIELDS}, hashes=dict(value["hashes"]))
+    found = ObjectStamp(**{**value, "hashes": dict(value["hashes"])})
     size_ok = found.size is None or type(found.size) is int
     if not size_ok or type(found.kind) is not str or type(found.tag) is not str or type(found.modified_ns) is not int:
         raise ValueError("not a stamp")
@@ -235,7 +235,7 @@ def stamp_of_info(protocol: str, info: Mapping[str, Any]) -> ObjectStamp:
 
 def _etag_md5(protocol: str, etag: str | None) -> str | None:
     match = _MD5.fullmatch(etag or "")
-    return match[1] if match is not None and protocol in ("s3", "s3a") else None
+    return match[1] if match is not None and protocol in S3 else None
 
 
 def _text(info: Mapping[str, Any], *names: str) -> str | None:

@@ -1,7 +1,7 @@
 """What several packages need of the operating system and of Python.
 
 - argument_checks: check an argument; UsageError with its name, its range and the value
-- atomic_file: write a file as a whole
+- atomic_file: write a file as a whole; hold a descriptor for a block
 - json_records: records as JSON objects, written and read back with their types
 - lazy_and_optional_imports: import a module at first use; import an optional package
 - processes_and_threads: LEGROOM_DISABLE, usable CPUs, signals, how a child ended; start a thread if limits leave room

@@ -196,7 +196,7 @@ class Sweep:
             list_and_verify.info(self.path)
         elif operation == "verify":
             results = list_and_verify.verify()
-            if not loop and not all(result.whole and result.source in ("same", "not-checked") for result in results):
+            if not loop and not all(not one.damaged and one.source in ("same", "not-checked") for one in results):
                 raise Wrong(results)
         elif operation == "drop":
             drop_and_gc.drop(self.path)

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, remembered_sources
+from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, remembered_sources
 from legroom.cache.store_directories import open_stores
-from legroom.errors import EntryUnreadable, LegroomError
+from legroom.cli.main import run
+from legroom.errors import LegroomError, StoreError
 from open_descriptors import open_descriptors, opened_since
 
 PASSING = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EINTR", "EIO")
@@ -75,9 +76,39 @@ def test_an_entry_that_cannot_be_read_is_listed_as_such_and_not_as_damaged(
     failing("manifest.json", "EIO")
     (entry,) = list_and_verify.entries()
     assert entry.damaged is None and "Input/output error" in (entry.unreadable or "")
-    with pytest.raises(EntryUnreadable):
-        list_and_verify.verify(source=False)
+    (found,) = list_and_verify.verify(source=False)
+    assert not found.damaged and not found.whole and "Input/output error" in found.source_why
     assert [entry.key for entry in drop_and_gc.drop(key).entries] == [key]
+
+
+@pytest.mark.usefixtures("old_files")
+@pytest.mark.parametrize("code", ["EIO", "EACCES"])
+def test_verify_goes_on_after_an_entry_that_cannot_be_read(
+    shm: Path, tmp_path: Path, failing: Callable[[str, str], None], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", **{name: np.arange(1000)})
+        legroom.open(tmp_path / f"{name}.npz").close()
+    failing("a.npy", code)
+    found = {result.entry.sources[0][-5]: result for result in list_and_verify.verify()}
+    assert found["b"].whole and found["b"].source == "same"
+    assert not found["a"].whole and not found["a"].damaged and found["a"].entry.unreadable
+    assert run(["cache", "verify"]) == 1
+    assert "cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("old_files")
+def test_data_that_cannot_be_read_is_not_called_damaged(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(tmp_path)
+
+    def lost(fd: int, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(mapped_files_and_checksums, "file_crc32", lost)
+    (found,) = list_and_verify.verify()
+    assert not found.damaged and not found.whole and found.entry.unreadable == os.strerror(errno.EIO)
 
 
 @pytest.mark.usefixtures("old_files")
@@ -90,6 +121,29 @@ def test_a_record_that_cannot_be_read_is_not_collected(
     drop_and_gc.gc()
     monkeypatch.undo()
     assert os.listdir(shm / "sources") == [name]
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"), [("ENOSPC", "set TMPDIR to a directory with free space"), ("EMFILE", "close unused files, or")]
+)
+def test_without_the_cache_a_temporary_file_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fix: str
+) -> None:
+    number = getattr(errno, code)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    feather = pytest.importorskip("pyarrow.feather")
+    table = pytest.importorskip("pyarrow").table({"x": [1, 2]})
+    feather.write_feather(table, tmp_path / "a.arrow", compression="uncompressed")
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    monkeypatch.setenv("TMPDIR", "/full")
+    monkeypatch.setattr("tempfile.mkdtemp", fails)
+    with pytest.raises(StoreError, match="a temporary file in /full cannot be written") as caught:
+        legroom.open(tmp_path / "a.arrow")
+    assert os.strerror(number) in caught.value.why and caught.value.fix[0].startswith(fix)
+    assert "cache list" not in " ".join(caught.value.fix) and "LEGROOM_DISABLE=1" not in " ".join(caught.value.fix)
 
 
 @pytest.mark.usefixtures("old_files")

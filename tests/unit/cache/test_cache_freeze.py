@@ -23,7 +23,7 @@ import legroom
 from legroom.cache import drop_and_gc, list_and_verify, store_directories
 from legroom.cache.frozen_sequence_and_mapping import FrozenMapping, FrozenSequence
 from legroom.cli.main import run
-from legroom.errors import NoRoom, NotLoaded, UnsupportedData, UsageError
+from legroom.errors import MissingPackage, NoRoom, NotLoaded, UnsupportedData, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs flock and /proc")
 
@@ -237,7 +237,7 @@ def test_no_room_is_an_error_with_numbers_and_leaves_nothing(
     monkeypatch.setattr(
         store_free_space,
         "bounds",
-        lambda store, env=None: [*real(store, env), store_free_space.Bound(1 << 20, lambda: "a small store")],
+        lambda store: [*real(store), store_free_space.Bound(1 << 20, lambda: "a small store")],
     )
     big = [os.urandom(1000) for _ in range(100)] * 100
     with pytest.raises(NoRoom, match="no store has enough free space for big"):
@@ -253,6 +253,65 @@ def test_no_room_is_an_error_with_numbers_and_leaves_nothing(
             [],
             ["used"],
         )
+
+
+@pytest.mark.parametrize("arrays", [3, 0])
+def test_a_small_shm_has_room_for_a_small_object(shm: Path, monkeypatch: pytest.MonkeyPatch, arrays: int) -> None:
+    """Large arrays are not in the sample, and texts may be longer than those that are."""
+    from legroom.cache import store_free_space
+
+    small = store_free_space.Bound(12 << 20, lambda: "a small /dev/shm")
+    monkeypatch.setattr(store_free_space, "bounds", lambda store: [small] if store.backing == "shm" else [])
+    obj = [np.full(1 << 20, number, np.uint8) for number in range(arrays)] or [
+        "x" * 2000 if number % 2 else "" for number in range(3000)
+    ]
+    assert legroom.freeze(obj).info.backing == "shm"
+
+
+def test_an_entry_of_a_newer_format_is_left_alone_and_the_one_beside_it_is_found(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = legroom.freeze([1, 2, 3]).info.key
+    manifest = shm / str(key) / "manifest.json"
+    manifest.chmod(0o600)
+    manifest.write_text('{"format": 99}')
+    gc.collect()
+    beside = legroom.freeze([1, 2, 3]).info.key
+    assert beside != key
+    steps: list[str] = []
+    monkeypatch.setattr(store_directories, "step_hook", steps.append)
+    assert legroom.freeze([1, 2, 3]).info.key == beside
+    assert "write" not in steps and "unusable" not in caplog.text
+    assert manifest.read_text() == '{"format": 99}'
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_process_without_threads_or_memory_is_told_so(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise problem
+
+    monkeypatch.setattr("legroom.cache.frozen_writer.ThreadPoolExecutor", refuse)
+    monkeypatch.setattr("legroom.cache.frozen_writer.usable_cpus", lambda: 2)
+    for disabled in ("0", "1"):
+        monkeypatch.setenv("LEGROOM_DISABLE", disabled)
+        with pytest.raises(NoRoom, match="not enough memory to load labels") as caught:
+            legroom.freeze([1, 2, 3], name="labels")
+        assert caught.value.fix and not any("keys=" in line for line in caught.value.fix)
+
+
+def test_a_missing_encoder_is_installed_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from legroom.cache import frozen_encoding
+
+    monkeypatch.setitem(sys.modules, "ormsgpack", None)
+    frozen_encoding._library.cache_clear()
+    try:
+        with pytest.raises(MissingPackage) as caught:
+            frozen_encoding.Encoder()
+        assert caught.value.fix == ("pip install ormsgpack", "keep it as a numpy array")
+    finally:
+        frozen_encoding._library.cache_clear()
 
 
 # Processes.

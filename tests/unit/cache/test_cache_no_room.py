@@ -125,6 +125,13 @@ class TestEviction:
             legroom.open(make(tmp_path, 9, 100_000))
         assert [entry.key for entry in list_and_verify.entries()] == [key]
 
+    def test_what_fits_needs_no_eviction(self, shm: Path, tmp_path: Path) -> None:
+        """Downloads that were removed just before may have made the room."""
+        legroom.open(make(tmp_path, 1)).close()
+        with store_module.open_stores() as stores, store_module.store_lock(stores.found[0]):
+            assert eviction.evict_until_fits(stores.found[0], store_free_space.BuildNeed(1000))
+        assert len(list_and_verify.entries()) == 1
+
 
 def room_used(shm: Path) -> int:
     return sum(file.stat().st_blocks * 512 for key in shm.iterdir() if is_key(key.name) for file in key.iterdir())
@@ -182,8 +189,13 @@ class TestFull:
                 return {"f_files": 100, "f_favail": 3}.get(name, getattr(self.stats, name))
 
         monkeypatch.setattr(os, "statvfs", lambda path: Stats(real(path)))
-        with pytest.raises(NoRoom, match="3 of 100 inodes free"):
+        with pytest.raises(NoRoom, match="3 of 100 inodes free") as refused:
+            legroom.open(make(tmp_path, 1), backing="disk")
+        assert "set LEGROOM_DIR to a directory of another file system" in refused.value.fix
+        monkeypatch.setattr(store_free_space, "in_memory", lambda store: store.backing == "shm")
+        with pytest.raises(NoRoom, match="3 of 100 inodes free") as refused:
             legroom.open(make(tmp_path, 1), backing="shm")
+        assert any("nr_inodes" in line for line in refused.value.fix)
 
 
 class TestRecord:
@@ -239,3 +251,14 @@ def test_a_file_that_cannot_be_mapped_is_not_advised_to_be(
             legroom.open(path)  # type: ignore[arg-type]
         assert "inplace" not in " ".join(caught.value.fix)
         assert "keys=" not in " ".join(caught.value.fix)  # there is one array
+
+
+def test_a_manifest_that_is_written_in_several_calls_is_whole(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, memoryview(data)[:400], offset))
+    path = make(tmp_path, 1, 1000)
+    assert int(legroom.open(path)["array"].sum()) == 1000
+    (found,) = list_and_verify.verify()
+    assert found.whole

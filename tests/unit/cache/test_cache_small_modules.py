@@ -57,18 +57,18 @@ class TestRoom:
             bound = store_free_space.tightest(store_free_space.bounds(places.election_store))
             assert bound.free == 80 * MB - 16 * MB
             assert "/job" in bound.what()
-            store_free_space.check_fits(places.election_store, 60 * MB)
+            store_free_space.check_fits(places.election_store, store_free_space.BuildNeed(60 * MB))
             with pytest.raises(NoRoom) as caught:
-                store_free_space.check_fits(places.election_store, 100 * MB)
+                store_free_space.check_fits(places.election_store, store_free_space.BuildNeed(100 * MB))
             assert "36 MB more needed" in caught.value.what
             with pytest.raises(NoRoom, match="/job"):
-                StagingDirectory(places.election_store, 100 * MB, evict=True)
+                StagingDirectory(places.election_store, store_free_space.BuildNeed(100 * MB), evict=True)
         assert os.listdir(shm / "work") == []
 
     def test_reservations_of_the_living_count_and_of_the_dead_do_not(self, shm: Path) -> None:
         with open_stores(make=True) as places:
             store = places.election_store
-            with StagingDirectory(store, 50 * MB, evict=False) as work:
+            with StagingDirectory(store, store_free_space.BuildNeed(50 * MB), evict=False) as work:
                 assert store_free_space.outstanding_reservations(store) == 50 * MB
                 fd = work.create("x.npy")
                 assert list(work.allocate(fd, b"h", 10 * MB)) == [(10 * MB, True)]
@@ -83,7 +83,10 @@ class TestRoom:
             assert store_free_space.outstanding_reservations(store) == 0
 
     def test_a_room_that_shrinks_while_it_is_taken(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with open_stores(make=True) as places, StagingDirectory(places.election_store, 300 * MB, evict=False) as work:
+        with (
+            open_stores(make=True) as places,
+            StagingDirectory(places.election_store, store_free_space.BuildNeed(300 * MB), evict=False) as work,
+        ):
             left = iter([200 * MB, 100 * MB, 10 * MB])
             monkeypatch.setattr(
                 store_free_space, "bounds_now", lambda store: [store_free_space.Bound(next(left), lambda: "shrinking")]
@@ -103,10 +106,10 @@ class TestRoom:
             store_free_space.disk_limit(100, {"LEGROOM_DISK_LIMIT": "many"})
         monkeypatch.setenv("LEGROOM_DISK_LIMIT", "1MB")
         with open_stores(make=True) as places:
-            disk = places.of("disk")
+            disk = next(store for store in places.found if store.backing == "disk")
             assert disk is not None
             with pytest.raises(NoRoom, match="LEGROOM_DISK_LIMIT"):
-                store_free_space.check_fits(disk, 2 * MB)
+                store_free_space.check_fits(disk, store_free_space.BuildNeed(2 * MB))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/maps")

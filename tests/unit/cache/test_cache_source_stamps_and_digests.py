@@ -6,15 +6,19 @@ import errno
 import hashlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import legroom
 from legroom.cache import source_stamps_and_digests
 from legroom.cache.find_or_build_entry import OpenRequest, entry_options, row_order, source_paths
-from legroom.errors import SourceChanged, UnreadableSource, UsageError
+from legroom.errors import MissingPackage, SourceChanged, UnreadableSource, UsageError
 from legroom.formats.base_reader import Lookup
 from legroom.formats.file_reads_and_errors import absolute
 
@@ -141,9 +145,21 @@ def test_other_hashes_agree_with_their_packages(tmp_path: Path, algorithm: str) 
     assert len(found) == source_stamps_and_digests.DIGITS[algorithm]
 
 
-def test_an_unknown_hash_is_refused() -> None:
-    with pytest.raises(UsageError, match="md5, blake3, xxh3"):
-        source_stamps_and_digests.new_hasher("sha0")
+@pytest.mark.parametrize("name", ["sha1", "version", "", 5, None])
+def test_an_unknown_hash_is_refused(tmp_path: Path, name: Any) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10))
+    with pytest.raises(UsageError, match=f"hash must be one of md5, blake3, xxh3 .*{name!r}"):
+        legroom.open(tmp_path / "a.npy", hash=name)
+
+
+def test_a_hash_whose_package_is_missing_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10))
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(MissingPackage) as caught:
+        legroom.open(tmp_path / "a.npy", hash="blake3")
+    assert caught.value.fix == ("pip install 'legroom[hash]'", "use hash='md5', which needs no package")
 
 
 def test_several_files_and_folders_are_the_same_wherever_they_lie(tmp_path: Path) -> None:

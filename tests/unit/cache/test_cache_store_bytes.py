@@ -115,9 +115,9 @@ def test_what_a_builder_has_taken_counts(disk: Path, tmp_path: Path) -> None:
     from legroom.cache.staging_directory import StagingDirectory
 
     with open_stores(make=True) as places:
-        store = places.of("disk")
+        store = next(store for store in places.found if store.backing == "disk")
         assert isinstance(store, Store)
-        with StagingDirectory(store, 1 << 20, evict=False) as work:
-            work.write("x.npy", bytes(500_000))
+        with StagingDirectory(store, store_free_space.BuildNeed(1 << 20), evict=False) as work:
+            work.write_sealed("x.npy", bytes(500_000))
             assert store_free_space.store_bytes(store) >= 500_000
         assert store_free_space.store_bytes(store) == 0

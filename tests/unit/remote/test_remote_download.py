@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +16,12 @@ import numpy as np
 import pytest
 
 import legroom
+from legroom.cache import store_directories
 from legroom.cache.download import PIECE, Download
 from legroom.errors import NoRoom
 from legroom.remote.remote_object import ObjectStamp, object_url
 from object_server import object_server
+from open_descriptors import open_descriptors, opened_since
 
 Encode = Callable[[Any], bytes]
 
@@ -87,6 +91,101 @@ def test_a_request_takes_no_longer_than_readers_can_wait(
         download._requests, download._came = 1000, 256
         download._begun, download._answers = now - seconds, answers
         assert download._together == together
+
+
+def test_a_piece_that_two_threads_compare_is_counted_once(tmp_path: Path) -> None:
+    """Where the disk is slow and the network fast, a piece of an earlier attempt seems to stand still."""
+    with _download(tmp_path / "x", 2, supplied=True) as first:
+        for number in range(2):
+            first.put(number, memoryview(b"a" * PIECE))
+    with Download(first.url, first.stamp, tmp_path / "x") as download:
+        taken = download._run_of(0, 2)
+        assert taken == (0, 1)
+        download._awaited.append(taken)
+        download._came = 1000
+        assert download._overtaken() == (0, 1)
+        for _ in range(2):
+            download._compare(0, 1)
+        assert download.present == PIECE and not download.is_complete
+
+
+def test_closing_twice_leaves_the_files_to_a_thread_that_is_still_busy(tmp_path: Path) -> None:
+    with _download(tmp_path / "x", 2) as download:
+        download._users += 1  # as a thread that waits for a silent server
+        download.close()
+        download.close()
+        os.fstat(download._file)
+        download._leave()
+        assert download._file < 0
+
+
+@pytest.mark.parametrize("what", ["journal", "size"])
+def test_a_download_that_cannot_begin_leaves_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    if what == "size":
+        monkeypatch.setattr(os, "ftruncate", fails)
+    else:
+        (tmp_path / "x" / "pieces").mkdir(parents=True)
+    before = open_descriptors()
+    stamp = ObjectStamp(2 * PIECE, "etag", "a", etag='"a"')
+    (tmp_path / "x").mkdir(exist_ok=True)
+    with pytest.raises(OSError):
+        Download(object_url("http://127.0.0.1:9/x.npy"), stamp, tmp_path / "x")
+    assert not opened_since(before)
+
+
+def test_a_slow_progress_callback_stops_no_connection(tmp_path: Path) -> None:
+    """It is called without the lock that every connection needs."""
+    free: list[bool] = []
+    with _download(tmp_path / "x", 2, supplied=True) as download:
+
+        def take() -> None:
+            free.append(download._changed.acquire(timeout=10))
+            if free[-1]:
+                download._changed.release()
+
+        def report() -> None:
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+            raise KeyboardInterrupt
+
+        download.waiting = report
+        with pytest.raises(KeyboardInterrupt):
+            download.wait(0, PIECE)
+        assert free == [True] and download._awaited == []
+
+
+def test_an_interrupt_waits_for_no_silent_server(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "600")
+    rows = np.random.default_rng(0).integers(0, 255, 8 << 20, dtype=np.uint8)
+    let_go, silent = threading.Event(), threading.Event()
+    steps: list[str] = []
+    monkeypatch.setattr(store_directories, "step_hook", steps.append)
+
+    def before(method: str, start: int) -> None:
+        if method == "GET" and start >= 4 * PIECE:
+            silent.set()
+            let_go.wait(120)
+
+    def interrupt(done: int, total: int) -> None:
+        if silent.is_set() and "write" in steps:
+            raise KeyboardInterrupt
+
+    with object_server(x__npy=npy(rows)) as server:
+        server.before = before
+        begun = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                legroom.open(server.url("x.npy"), progress=interrupt)
+            assert time.monotonic() - begun < 60
+        finally:
+            let_go.set()
+    assert all(name.startswith("download-") for name in os.listdir(shm / "work"))  # kept for the next attempt
 
 
 def test_only_a_file_in_memory_is_read_in_place(tmp_path: Path) -> None:

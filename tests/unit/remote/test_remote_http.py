@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
 import legroom
 from legroom import errors
-from legroom.remote import object_store, remote_errors_and_retries
+from legroom.cache import remembered_sources
+from legroom.remote import http_connections, object_store, remote_errors_and_retries
+from legroom.remote.remote_object import ObjectStamp, object_url
 from object_server import faulty_proxy, object_server
 
 Encode = Callable[[Any], bytes]
@@ -61,6 +68,69 @@ def test_a_proxy_in_the_environment_is_left_to_fsspec(shm: Path, npy: Encode, mo
     monkeypatch.setattr(http_connections.socket, "create_connection", lambda *_: pytest.fail("went past the proxy"))
     with object_server(x__npy=npy(ROWS)) as server:
         _is_right(server.url("x.npy"))
+
+
+def test_a_head_with_much_of_the_body_behind_it_is_not_too_long() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        connection = object.__new__(http_connections._Connection)
+        connection._socket, connection._whole = here, 0
+        parts = urlsplit("http://127.0.0.1/x")
+        thread = threading.Thread(
+            target=lambda: (
+                there.recv(1 << 16),
+                there.sendall(b"HTTP/1.1 206 OK\r\n"),
+                time.sleep(0.2),
+                there.sendall(b"Content-Length: 90000\r\n\r\n" + bytes(90_000)),
+            )
+        )
+        thread.start()
+        answer = connection.ask(parts, {})
+        got = len(connection._rest)
+        while got < 90_000:
+            got += len(here.recv(1 << 16))
+        thread.join()
+        assert answer._status == 206 and got == 90_000
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [socket.gaierror(-2, "Name or service not known"), OSError(errno.EHOSTUNREACH, "No route to host"),
+     OSError(errno.ENETUNREACH, "Network is unreachable"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")],
+)  # fmt: skip
+def test_a_server_that_cannot_be_reached(problem: OSError) -> None:
+    found = remote_errors_and_retries.remote_error(object_url("http://host/x"), problem)
+    assert type(found) is errors.RemoteUnreachable and "network" in found.fix[0]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("inf", 1e6), ("nan", 60), ("-1", 60), ("x", 60), ("", 60), ("5", 5)])
+def test_every_timeout_can_be_waited_for(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", text)
+    assert remote_errors_and_retries.timeout() == seconds
+    with socket.socket() as one:
+        one.settimeout(remote_errors_and_retries.timeout())
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_small_object_that_is_large_is_not_read(shm: Path, npy: Encode, ranges: bool) -> None:
+    with object_server(x__npy=bytes(1 << 20)) as server:
+        server.ranges = ranges
+        with pytest.raises(errors.UnsupportedData) as caught:
+            object_store.read_small(object_url(server.url("x.npy")), 1000)
+        assert caught.value.why == f"it has {1 << 20} bytes" and server.sent == 0
+        server.data["x.npy"] = b"abc"
+        assert object_store.read_small(object_url(server.url("x.npy")), 1000) == b"abc"
+
+
+def test_noting_a_version_fails_no_open(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Iterator[Any]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        yield
+
+    monkeypatch.setattr(remembered_sources, "existing_stores", fails)
+    url = object_url("http://127.0.0.1:9/x")
+    monkeypatch.setitem(remembered_sources._here, url.identity, (time.time(), ObjectStamp(5, "etag", "a")))
+    remembered_sources.remember(url)
 
 
 def test_delayed_answers(shm: Path, npy: Encode) -> None:

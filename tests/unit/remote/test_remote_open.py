@@ -577,6 +577,65 @@ def test_commands(shm: Path, npy: Encode, capsys: pytest.CaptureFixture[str]) ->
     assert main(["cache", "drop", url]) == 0
 
 
+def test_one_object_with_two_signatures_is_downloaded_once(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server:
+        urls = [server.url("x.npy") + f"?X-Amz-Signature={number}" for number in (1, 2)]
+        opened: list[Any] = []
+        thread = threading.Thread(target=lambda: opened.append(legroom.open(urls)), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert opened and np.array_equal(opened[0]["array"], np.concatenate([ROWS, ROWS]))
+    assert _work(shm) == []
+
+
+def test_keys_need_no_room_for_the_whole_object(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from legroom.cache import store_free_space
+
+    content, promised = _hdf5(), []
+    limit = len(content) // 2
+    real = store_free_space.write_reservation
+    monkeypatch.setattr(
+        store_free_space, "bounds", lambda *_: [store_free_space.Bound(limit, lambda: "less than the object")]
+    )
+    monkeypatch.setattr(
+        store_free_space,
+        "write_reservation",
+        lambda fd, reserved, *more: (promised.append(reserved), real(fd, reserved, *more)),
+    )
+    with object_server() as server:
+        server.data["x.h5"] = content
+        with legroom.open(server.url("x.h5"), keys="small") as data:
+            assert np.array_equal(data["small"], ROWS[:100])
+        assert max(promised) < limit
+        with pytest.raises(errors.NoRoom, match="download"):
+            legroom.open(server.url("x.h5"))
+
+
+def test_parts_of_an_object_evict_what_they_need_the_room_of(shm: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from legroom.cache import list_and_verify, store_free_space
+    from legroom.cache.store_free_space import Bound, store_bytes
+
+    for number in range(2):
+        np.save(tmp_path / f"{number}.npy", np.full(1 << 20, number, np.uint8))
+        legroom.open(tmp_path / f"{number}.npy", backing="shm").close()
+    limit = (2 << 20) + (64 << 10)
+    tight = lambda store: [Bound(0 if store.backing == "disk" else limit - store_bytes(store), lambda: "tight")]  # noqa: E731
+    monkeypatch.setattr(store_free_space, "bounds", tight)
+    monkeypatch.setattr(store_free_space, "bounds_now", tight)
+    with object_server() as server:
+        server.data["x.h5"] = _hdf5()
+        with legroom.open(server.url("x.h5"), keys="small") as data:
+            assert np.array_equal(data["small"], ROWS[:100])
+    assert len(list_and_verify.entries()) >= 1
+
+
+def test_without_the_cache_errors_name_the_url(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    with object_server(x__npy=npy(ROWS)[:-1000]) as server, pytest.raises(errors.SourceError) as caught:
+        legroom.open(server.url("x.npy"))
+    assert server.url("x.npy") in str(caught.value) and "/legroom-" not in str(caught.value)
+
+
 def test_without_the_cache(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGROOM_DISABLE", "1")
     with object_server(x__npy=npy(ROWS)) as server, legroom.open(server.url("x.npy")) as data:
