@@ -413,6 +413,8 @@ class Selection:
     """The selected keys; None selects everything."""
 
     def __init__(self, keys: str | Iterable[str] | None = None) -> None:
+        self._covering: frozenset[str] = frozenset()  # a name is taken if it, or a group above it, is one of these
+        self._above: frozenset[str] = frozenset()  # the groups above the keys
         if keys is None:
             self.keys: tuple[str, ...] | None = None
             return
@@ -424,16 +426,16 @@ class Selection:
                 fix=(say("omit keys= to load everything"),),
             )
         self.keys = given
+        self._covering = frozenset(one for key in given for one in (key, key.strip("/")))
+        self._above = frozenset(group for key in given for group in _groups(key.strip("/")))
 
     def takes(self, name: str) -> bool:
         """Whether that item is selected, by its own name or by a group above it."""
-        return self.keys is None or any(_covers(key, name) for key in self.keys)
+        return self.keys is None or name in self._covering or any(one in self._covering for one in _groups(name))
 
     def enters(self, group: str) -> bool:
         """Whether an item below that group may be selected."""
-        if self.keys is None or self.takes(group):
-            return True
-        return any(key.strip("/").startswith(group + "/") for key in self.keys)
+        return self.takes(group) or group in self._above
 
     def columns(self, table: str, names: Iterable[str]) -> list[str]:
         """The selected columns of a table: ``column``, ``table/column``, or all by the table's name."""
@@ -444,18 +446,26 @@ class Selection:
         if table not in every and self.takes(table):
             return every
         below = [key for key in self.keys if not _covers(key, table)]
-        return [name for name in every if self.takes(name) or any(_covers(key, f"{table}/{name}") for key in below)]
+        inner = Selection(below) if below else None
+        return [name for name in every if self.takes(name) or (inner is not None and inner.takes(f"{table}/{name}"))]
 
     def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
         """Refuse a key that matches no selected item; ``every`` is listed in the error."""
-        for key in self.keys or ():
-            if not any(_covers(key, name) for name in taken):
+        if self.keys is None:
+            return
+        covering = {one for name in taken for one in (name, *_groups(name))}
+        for key in self.keys:
+            if key not in covering and key.strip("/") not in covering:
                 raise missing_key(key, every, where)
 
 
 def _covers(key: str, name: str) -> bool:
-    bare = key.strip("/")
-    return name in (key, bare) or not bare or name.startswith((bare + "/", key + "/"))
+    return Selection(key).takes(name)
+
+
+def _groups(name: str) -> list[str]:
+    """The groups above a name, "" for all of the file."""
+    return ["", *(name[:at] for at, letter in enumerate(name) if letter == "/")]
 
 
 def column_names(table: str, columns: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
@@ -30,6 +30,8 @@ from legroom.units import format_size
 if TYPE_CHECKING:
     from legroom.formats.fill_arrays import Array
 
+_FILES_OF_READER = 2  # open at once: by HDF5 and by us
+_FILES_BESIDE = 512  # of the rest of the program
 _MOST_AT_ONCE = 1 << 30  # macOS refuses reads of 2 GB and more
 
 
@@ -79,6 +81,20 @@ def arriving_bytes(path: Path) -> memoryview | None:
     """The bytes of a file that is being downloaded, without a copy, where that can be. Wait for each before its use."""
     by = _arriving.get(path) if _arriving else None
     return by.mapped() if by is not None else None
+
+
+def make_room_for_files(count: int) -> None:
+    """Raise this process's soft limit of open files, often 1024, where that many readers would not fit below it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_OF_READER * count + _FILES_BESIDE
+    needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        with suppress(OSError, ValueError):  # refused: opening the files reports it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class SourceFile:
@@ -290,6 +306,9 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
             fix=(say("check its permissions:\nls -l {path}", path=path), say("ask its owner for read permission")),
         )
     reason = getattr(problem, "strerror", None) or str(problem)
+    if getattr(problem, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        fix = say("close unused files, or raise the limit of open files:\nulimit -n 65536")
+        return UnreadableSource(what, why=reason, fix=(fix,))
     return UnreadableSource(what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=path),))
 
 
@@ -476,9 +495,9 @@ class FolderFile(SourceFile):
             fd = os.open(name, _FILE, dir_fd=root.fd)
         except OSError as problem:
             raise root.gone(name, problem) from problem
-        self._file = os.fdopen(fd, "rb", buffering=0)
         stats = os.fstat(fd)
         self.size = stats.st_size
-        if packed_stamp(stats) != pack_fields(*stamp):
-            self._file.close()
+        if packed_stamp(stats) != pack_fields(*stamp):  # also where a directory is in its place
+            os.close(fd)
             raise changed_while_read(self.path)
+        self._file = os.fdopen(fd, "rb", buffering=0)

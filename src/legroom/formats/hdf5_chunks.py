@@ -84,7 +84,7 @@ class ChunkedDataset:
         return prod(-(-length // step) for length, step in zip(self.shape, self.chunk, strict=True))
 
 
-def chunked(dataset: Any, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset | None:
+def chunked(dataset: Any, path: Path, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset | None:
     """The dataset's chunks, or None if HDF5 itself must read it."""
     if dataset.chunks is None or not hasattr(dataset.id, "chunk_iter"):
         return None
@@ -96,7 +96,7 @@ def chunked(dataset: Any, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset 
         return None
     # HDF5 before 1.14.4 returned chunk offsets that do not include the user block.
     direct = dataset.file.userblock_size == 0
-    return ChunkedDataset(dataset, Path(dataset.file.filename), dataset.shape, dataset.chunks, filters, direct, memory)
+    return ChunkedDataset(dataset, path, dataset.shape, dataset.chunks, filters, direct, memory)
 
 
 def read_chunks(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, SourceChanged, UnreadableSource
-from legroom.formats.file_reads_and_errors import OwningStream, SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import OwningStream, SourceFile, absolute, damaged, unreadable
 from legroom.messages import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -122,6 +122,11 @@ def _open_stream(path: Path) -> Any:
     except Exception as problem:
         file.close()
         raise _cannot_open(path, problem) from problem
+
+
+def path_of(file: Any, opened: Path) -> Path:
+    """The path of an open file. One that is read through a stream is ``opened``: HDF5 does not know its name."""
+    return absolute(opened if file.driver == "fileobj" else file.filename)
 
 
 def descriptor(file: Any) -> int | None:

@@ -33,7 +33,7 @@ from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
 from legroom.formats.hdf5_find_datasets import DatasetSearch, ExternalFiles, FoundNode, dataset_names, readable
-from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5
+from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of
 from legroom.formats.hdf5_types import StoredType, stored_type
 from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows
 from legroom.messages import say
@@ -76,7 +76,7 @@ class Hdf5Reader(BaseReader):
         items: list[ArraySpec] = []
         attributes = self._attributes(self._file)
         lookups: dict[Lookup, None] = {}
-        with ExternalFiles() as external:
+        with ExternalFiles(self.path) as external:
             for found in DatasetSearch(self.path, self.selection, external)(self._file):
                 if isinstance(found.node, h5py.Group):
                     if self.selection.takes(found.name):
@@ -121,7 +121,8 @@ class Hdf5Reader(BaseReader):
         if not stored.variable:
             self._entries[name] = _Entry(dataset, stored, source_memory=source_memory)
             return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)]
-        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), name, self.memory, source_memory)
+        path = path_of(dataset.file, self.path)
+        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), path, name, self.memory, source_memory)
         if len(shape) != 1:
             notes["ragged_shape"] = list(shape)
         entry = _Entry(dataset, stored, rows)
@@ -176,7 +177,8 @@ class Hdf5Reader(BaseReader):
     def _chunked(self, name: str) -> ChunkedDataset | None:
         if name not in self._chunks:
             with hdf5_errors(self.path, repr(name)):
-                self._chunks[name] = chunked(self._entries[name].dataset, self.memory)
+                dataset = self._entries[name].dataset
+                self._chunks[name] = chunked(dataset, path_of(dataset.file, self.path), self.memory)
         return self._chunks[name]
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
@@ -241,10 +243,9 @@ class Hdf5Reader(BaseReader):
 
     def _raw_file(self, dataset: Any) -> SourceFile | None:
         """The file that holds a dataset, for reading without HDF5; None if HDF5 splits or hides it."""
-        streamed = dataset.file.driver == "fileobj"
-        if dataset.file.driver not in ("sec2", "windows") and not streamed:
+        if dataset.file.driver not in ("sec2", "windows", "fileobj"):
             return None
-        path = absolute(self.path if streamed else dataset.file.filename)
+        path = path_of(dataset.file, self.path)
         if path not in self._raw_files:
             self._raw_files[path] = file = SourceFile(path)
             theirs = descriptor(dataset.file)

@@ -48,6 +48,7 @@ class VariableLengthRows:
         dataset: Any,
         stored: StoredType,
         file: SourceFile | None,
+        path: Path,
         name: str,
         memory: DecodingMemory = UNLIMITED,
         source_memory: int = 0,  # bytes that HDF5 needs for the sources of a virtual dataset
@@ -58,7 +59,7 @@ class VariableLengthRows:
         self._stored = stored
         self._file = file
         self._name = name
-        self._path = Path(dataset.file.filename)
+        self._path = path
         self._shape = (0,) if dataset.shape is None else dataset.shape  # None: a dataset with a null dataspace
         # Read here, once: threads must not call h5py.
         self._heaps = GlobalHeaps(file, dataset.file.userblock_size, self._path) if file is not None else None
@@ -152,7 +153,7 @@ class VariableLengthRows:
         indirect = dataset.is_virtual or dataset.external or _has_fill(dataset)
         if indirect or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
             return None, None
-        return dataset.id.get_offset(), chunked(dataset, self._memory)
+        return dataset.id.get_offset(), chunked(dataset, self._path, self._memory)
 
     def _read_heap(self, references: np.ndarray[Any, Any], out: Array, progress: Progress) -> None:
         width = self._stored.dtype.itemsize

@@ -31,7 +31,7 @@ from legroom.formats.base_reader import (
     column_names,
     what_is_read,
 )
-from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, make_room_for_files, unreadable
 from legroom.formats.fill_arrays import Progress
 from legroom.formats.table_reader import NAME, arrow_errors, every_type, write_ipc
 from legroom.messages import phrase, say
@@ -83,6 +83,7 @@ class HfDatasetsReader(BaseReader):
         self._shards: dict[str, list[_Shard]] = {}
         with ExitStack() as stack:
             self._layout = _read_layout(path, stack)
+            make_room_for_files(sum(len(split.files) for split in self._layout.splits))
             for split in self._layout.splits:
                 shards = [stack.enter_context(_Shard(file, Selection(None))) for file in split.files]
                 self._shards[split.name] = shards

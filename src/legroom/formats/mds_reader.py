@@ -221,6 +221,7 @@ class MdsReader(BaseReader):
         self._stamps = bytearray()
 
     def _describe(self) -> Description:
+        self._shards, self._stamps = [], bytearray()  # without what an attempt that was refused has found
         columns, shards = self._read_index()
         every = [spec.name for column in columns for spec in _specs(column, 0, 0)]
         self._columns = {

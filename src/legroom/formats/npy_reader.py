@@ -99,11 +99,10 @@ class NpzReader(BaseReader):
             raise
 
     def _describe(self) -> Description:
-        starts = {info.filename: data_start(self._file, info) for info in self._infos}
         names = {info.filename.removesuffix(".npy"): info for info in self._infos if info.filename.endswith(".npy")}
         taken = {name: info for name, info in names.items() if self.selection.takes(name)}
         self.selection.check(taken, names, self.path)
-        self._members = {name: self._member(name, info, starts[info.filename]) for name, info in taken.items()}
+        self._members = {name: self._member(name, info) for name, info in taken.items()}
         specs = tuple(
             ArraySpec(name, member.header.shape, native_dtype(member.header.dtype))
             for name, member in self._members.items()
@@ -122,12 +121,13 @@ class NpzReader(BaseReader):
                 )
         return Description("npz", specs, {}, (self.path,))
 
-    def _member(self, name: str, info: zipfile.ZipInfo, start: int) -> _Member:
+    def _member(self, name: str, info: zipfile.ZipInfo) -> _Member:
         if info.flag_bits & _ENCRYPTED:
             raise UnsupportedData(
                 say("{name!r} of {path} is encrypted", name=name, path=self.path),
                 fix=(say("write the archive without a password"),),
             )
+        start = data_start(self._file, info)
         self._file.require(start, info.compress_size)
         read = self._reader_of_head(info, start)
         return _Member(info, read_header(read, self.path, name), start)

@@ -5,6 +5,7 @@ Also computes upper bounds of what Arrow types take in an IPC file. Disk space a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class TableReader(BaseReader):
     def _columns(self, schema: Any) -> list[str]:
         """The selected columns: ``column``, ``table/column``, or ``table`` for all."""
         names = names_of_columns(schema, self.path)
-        double = {name for name in names if names.count(name) > 1}
+        double = {name for name, count in Counter(names).items() if count > 1}
         if double:
             raise UnsupportedData(
                 say("{path} has two columns named {name!r}", path=self.path, name=min(double)),

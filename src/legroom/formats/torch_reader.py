@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -70,6 +70,7 @@ class _Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    lazy: str = ""  # "conj" or "neg": torch stores the values without it, and applies it when they are read
 
     @property
     def contiguous(self) -> bool:
@@ -113,7 +114,11 @@ class TorchReader(BaseReader):
                 say("{path} was written on a machine with another byte order", path=self.path),
                 fix=(say("load it with torch there, and save it as safetensors"),),
             )
-        found = dict(self._named(self._load(self._members[pickles[0]])))
+        pairs = list(self._named(self._load(self._members[pickles[0]])))
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            self._require_names([self._spec(*pair) for pair in pairs if counts[pair[0]] > 1])
         taken = {name: tensor for name, tensor in found.items() if self.selection.takes(name)}
         self.selection.check(taken, found, self.path)
         self._tensors = taken
@@ -155,6 +160,16 @@ class TorchReader(BaseReader):
                 why=say("numpy has no such type"),
                 fix=(say("load only what you need: keys=[…]"),),
             )
+        if tensor.lazy:
+            raise UnsupportedData(
+                say("{name!r} of {path} is stored without its {bit} bit applied", name=name, path=self.path,
+                    bit=tensor.lazy),
+                why=say("torch conjugates or negates it when it is used"),
+                fix=(
+                    say("save it with its values: torch.save(tensor.resolve_conj().resolve_neg(), path)"),
+                    say("load only what you need: keys=[…]"),
+                ),
+            )  # fmt: skip
         dtype = native_dtype(np.dtype(text))
         info = self._storage_info(tensor)
         if (tensor.offset + tensor.span) * dtype.itemsize > info.file_size:
@@ -265,14 +280,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Tensor:
-    """Stands in for torch._utils._rebuild_tensor_v2 and _v3, whose last argument is the type."""
-    dtype = rest[-1].name if rest and isinstance(rest[-1], _DType) else storage.dtype.name
+    """Stands in for torch._utils._rebuild_tensor_v2 and _v3; only _v3 has the type, both may end with metadata."""
+    dtype = next((one.name for one in rest if isinstance(one, _DType)), storage.dtype.name)
+    lazy = next((bit for one in rest if isinstance(one, dict) for bit in ("conj", "neg") if one.get(bit)), "")
     sizes = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > 32:
         raise ValueError("not a tensor")
     if not all(type(size) is int and size >= 0 for size in sizes) or prod(shape) > 1 << 50:
         raise ValueError("invalid shape or strides")
-    return _Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
+    return _Tensor(storage, dtype, offset, tuple(shape), tuple(strides), lazy)
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:
