@@ -183,7 +183,7 @@ class BaseReader:
         raise NotImplementedError
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
-        raise NotImplementedError
+        return None
 
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         return None
@@ -336,6 +336,24 @@ class BaseReader:
             raise ValueError(f"{self.path} was closed")
 
 
+class FileReader(BaseReader):
+    """A reader of one file, which stays open as long as the reader."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._file = SourceFile(self._file_path(path))
+
+    def _file_path(self, path: Path) -> Path:
+        return path
+
+    def descriptors(self) -> Sequence[int]:
+        """File descriptor of the file."""
+        return [self._file.fileno()]
+
+    def _close(self) -> None:
+        self._file.close()
+
+
 def _is_unicode(name: str) -> bool:
     try:
         name.encode()
@@ -448,6 +466,12 @@ class Selection:
         below = [key for key in self.keys if not _covers(key, table)]
         inner = Selection(below) if below else None
         return [name for name in every if self.takes(name) or (inner is not None and inner.takes(f"{table}/{name}"))]
+
+    def choose(self, names: Sequence[str], where: object) -> list[str]:
+        """The selected names. Refuses a key that matches none."""
+        taken = [name for name in names if self.takes(name)]
+        self.check(taken, names, where)
+        return taken
 
     def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
         """Refuse a key that matches no selected item; ``every`` is listed in the error."""

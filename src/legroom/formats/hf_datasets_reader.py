@@ -25,7 +25,6 @@ from legroom.formats.base_reader import (
     ArraySpec,
     BaseReader,
     Description,
-    Extent,
     Selection,
     TableSpec,
     column_names,
@@ -156,12 +155,6 @@ class HfDatasetsReader(BaseReader):
             why = say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows)
             raise damaged(self.path, why)
         return taken
-
-    def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
-        raise NotImplementedError  # there are no arrays; BaseReader refuses first
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        raise NotImplementedError
 
     def descriptors(self) -> list[int]:
         """File descriptors of the files being read."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from legroom.errors import UnreadableSource, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.detect import NAMES_READ, is_folder, names_in, not_a_dataset
 from legroom.formats.file_reads_and_errors import (
     STAMP_BYTES,
@@ -29,12 +29,12 @@ from legroom.formats.file_reads_and_errors import (
     sizes_in,
     unpacked_stamp,
 )
-from legroom.formats.fill_arrays import Array, Progress
+from legroom.formats.fill_arrays import Array
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
+    SlabReader,
     ragged_specs,
-    read_slabs,
     rows_between,
     slabs_of_rows,
 )
@@ -118,10 +118,8 @@ def _has_image(path: Path) -> bool:
     return False
 
 
-class ImageFolderReader(BaseReader):
+class ImageFolderReader(SlabReader):
     """A directory of one directory per class."""
-
-    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -159,8 +157,8 @@ class ImageFolderReader(BaseReader):
             ArraySpec("label", (rows,), np.dtype(np.int64)),
             *ragged_specs("path", rows, len(self._paths), text=True),
         ]
-        taken = [spec for spec in specs if self.selection.takes(spec.name)]
-        self.selection.check([spec.name for spec in taken], [spec.name for spec in specs], self.path)
+        chosen = set(self.selection.choose([spec.name for spec in specs], self.path))
+        taken = [spec for spec in specs if spec.name in chosen]
         return Description("imagefolder", tuple(taken), {"classes": self._classes}, (self.path,))
 
     def _add_class(self, number: int, name: str, counted: GrowingMemory) -> None:
@@ -215,9 +213,6 @@ class ImageFolderReader(BaseReader):
         """Whether every image and directory that was found has one of these stamps."""
         return are_among(self._folders, stamps) and are_among(self._stamps, stamps)
 
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         return slabs_of_rows(self._offsets, self._decode) if spec.name == "image/values" else None
 
@@ -234,21 +229,12 @@ class ImageFolderReader(BaseReader):
             for at in range(begin, begin + length, _READ):
                 yield memoryview(file.read_at(at, min(_READ, begin + length - at)))
 
-    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is not None:
-            read_slabs(slabs, out, progress)
-            return
+    def _small(self, spec: ArraySpec) -> Array:
         if spec.name == "image/offsets":
-            out[...] = self._offsets
-        elif spec.name == "path/values":
-            out[...] = np.frombuffer(self._paths, np.uint8)
-        else:
-            out[...] = np.frombuffer(self._labels if spec.name == "label" else self._path_offsets, np.int64)
-        progress(out.nbytes)
-
-    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        return SLAB_MEMORY if spec.name == "image/values" else 0
+            return self._offsets
+        if spec.name == "path/values":
+            return np.frombuffer(self._paths, np.uint8)
+        return np.frombuffer(self._labels if spec.name == "label" else self._path_offsets, np.int64)
 
     def descriptors(self) -> list[int]:
         """File descriptor of the directory."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from legroom.errors import DamagedSource, SourceChanged, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab
-from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of
+from legroom.formats.base_reader import ArraySpec, Description, FileReader, Slab
+from legroom.formats.file_reads_and_errors import damaged
+from legroom.formats.fill_arrays import PIECE, Array
+from legroom.formats.gather_byte_ranges import SlabReader, ragged_specs
 from legroom.messages import say
 
 FILE = "data.mdb"
@@ -41,7 +41,6 @@ _NO_PAGE = (1 << 64) - 1
 _NODE = 8  # bytes before a key
 _MOST_DEPTH = 32  # the library's limit
 _SLAB = 4 * PIECE
-_NAMES = ("key/offsets", "key/values", "value/offsets", "value/values")
 _INT = np.dtype(np.int64)
 
 
@@ -66,36 +65,27 @@ class _Rows:
     offsets: Array  # in all keys or values together, one more than rows
 
 
-class LmdbReader(BaseReader):
+class LmdbReader(SlabReader, FileReader):
     """An LMDB database."""
 
-    _accounts_memory = True
+    _slab_memory = 3 * PIECE
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path / FILE if path.is_dir() else path)
-        self._rows: dict[str, _Rows] = {}
-        try:
-            self._metas = self._read_metas()
-            self._tree = self._newest_tree()
-            self._require_plain()
-        except BaseException:
-            self._file.close()
-            raise
+    def _file_path(self, path: Path) -> Path:
+        return path / FILE if path.is_dir() else path
 
     def _describe(self) -> Description:
+        self._metas = self._read_metas()
+        self._tree = self._newest_tree()
+        self._require_plain()
         self._rows = dict(zip(("key", "value"), self._find_rows(), strict=True))
-        taken = [name for name in _NAMES if self.selection.takes(name)]
-        self.selection.check(taken, _NAMES, self.path)
+        specs = {
+            spec.name: spec
+            for name, rows in self._rows.items()
+            for spec in ragged_specs(name, len(rows.starts), int(rows.offsets[-1]))
+        }
+        taken = self.selection.choose([*specs], self.path)
         self._require_same_state()
-        return Description("lmdb", tuple(map(self._spec, taken)), {}, (self.path,))
-
-    def _spec(self, name: str) -> ArraySpec:
-        pair, _, part = name.partition("/")
-        offsets = self._rows[pair].offsets
-        if part == "offsets":
-            return ArraySpec(name, offsets.shape, _INT, ragged=pair)
-        return ArraySpec(name, (int(offsets[-1]),), np.dtype(np.uint8), ragged=pair)
+        return Description("lmdb", tuple(specs[name] for name in taken), {}, (self.path,))
 
     # The state that is read.
 
@@ -253,13 +243,13 @@ class LmdbReader(BaseReader):
             last = int(np.searchsorted(rows.offsets, begin + _SLAB, "right")) - 1
             last = min(max(last, first + 1), count)
             nbytes = int(rows.offsets[last]) - begin
-            found.append(Slab(begin, nbytes, partial(self._parts, rows, first, last), 3 * PIECE))
+            found.append(Slab(begin, nbytes, partial(self._parts, rows, first, last), self._slab_memory))
             first = last
         return found
 
     def _parts(self, rows: _Rows, first: int, last: int) -> Iterator[memoryview]:
         """The bytes of some rows. Small ones are gathered, large ones come in pieces."""
-        with self.memory.take(3 * PIECE, say("the entries of {path}", path=self.path)):
+        with self.memory.take(self._slab_memory, say("the entries of {path}", path=self.path)):
             yield from self._gathered(rows, first, last)
         self._require_same_state()
 
@@ -296,31 +286,8 @@ class LmdbReader(BaseReader):
         if stated != number or flags != _OVERFLOW or low | high << 16 != pages:
             raise damaged(self.path, say("page {number} is not the expected one", number=number))
 
-    def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is None:
-            out[...] = self._rows[spec.name.partition("/")[0]].offsets
-            progress(spec.nbytes)
-            return
-        view, at = bytes_of(out), 0
-        for slab in slabs:
-            for part in slab.decode():
-                view[at : at + len(part)] = part
-                at += len(part)
-                progress(len(part))
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
-    def _decoding(self, spec: Any) -> int:
-        return 0 if spec.name.endswith("/offsets") else 3 * PIECE
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
+    def _small(self, spec: ArraySpec) -> Array:
+        return self._rows[str(spec.ragged)].offsets
 
 
 def _page_size(meta: bytes, path: Path) -> int:

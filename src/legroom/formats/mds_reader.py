@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import DamagedSource, LegroomError, UnreadableSource, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab, TableSpec
 from legroom.formats.decoding_memory_budget import UNLIMITED
 from legroom.formats.file_reads_and_errors import (
     FolderFile,
@@ -40,9 +40,9 @@ from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
+    SlabReader,
     gather_ranges,
     ragged_specs,
-    read_slabs,
     slabs_of_rows,
 )
 from legroom.messages import phrase, say
@@ -208,10 +208,8 @@ _HASHED = 1 << 20
 _DTYPE = np.dtype(np.uint32)
 
 
-class MdsReader(BaseReader):
+class MdsReader(SlabReader):
     """A directory of MDS shards."""
-
-    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -300,9 +298,6 @@ class MdsReader(BaseReader):
         """Whether the index and every shard have one of these stamps."""
         return are_among(self._stamps, stamps)
 
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         column = self._column_of(spec)
         if spec.name.endswith("/offsets") and column.dtype is None:
@@ -314,9 +309,8 @@ class MdsReader(BaseReader):
         return slabs
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is not None:
-            read_slabs(slabs, out, progress)
+        if self._slabs(spec) is not None:
+            super()._read(spec, out, progress)
             return
         column, row = self._column_of(spec), 0
         out[0] = 0

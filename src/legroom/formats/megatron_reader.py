@@ -121,9 +121,8 @@ class MegatronReader(BaseReader):
         self._check_sequences()
         self._check_documents()
         items = self._items()
-        names = [item.name for item in items]
-        taken = tuple(item for item in items if self.selection.takes(item.name))
-        self.selection.check([item.name for item in taken], names, self.path)
+        chosen = set(self.selection.choose([item.name for item in items], self.path))
+        taken = tuple(item for item in items if item.name in chosen)
         return Description("megatron", taken, {}, (self.path, self._bin.path), (self._lookup,))
 
     def _items(self) -> list[ArraySpec]:

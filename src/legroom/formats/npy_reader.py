@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Checksum, Description, Extent, FileReader, native_dtype
 from legroom.formats.decompress_deflate import zlib_module
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, wrong_checksum
 from legroom.formats.fill_arrays import PIECE, Progress, ReadNext, bytes_of, copy_raw, fill_in_order, sequential
@@ -41,21 +41,13 @@ def is_raw(header: NpyHeader) -> bool:
     return not fortran and header.dtype == native_dtype(header.dtype)
 
 
-class NpyReader(BaseReader):
+class NpyReader(FileReader):
     """A .npy file: one array."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        try:
-            self._header = read_header(self._file.read_at, path, NAME)
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
+        self._header = read_header(self._file.read_at, self.path, NAME)
         spec = ArraySpec(NAME, self._header.shape, native_dtype(self._header.dtype))
-        self.selection.check([NAME], [NAME], self.path)
+        self.selection.choose([NAME], self.path)
         self._file.require(self._header.size, spec.nbytes)
         return Description("npy", (spec,), {}, (self.path,))
 
@@ -70,13 +62,6 @@ class NpyReader(BaseReader):
             read_next = sequential(self._file, header.size)
             fill_in_order(read_next, out, header.dtype, header.fortran, progress)
 
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
-
 
 @dataclass(frozen=True, slots=True)
 class _Member:
@@ -85,24 +70,13 @@ class _Member:
     start: int  # offset of the member's bytes in the archive
 
 
-class NpzReader(BaseReader):
+class NpzReader(FileReader):
     """An .npz file."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        self._members: dict[str, _Member] = {}
-        try:
-            self._infos = member_infos(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
-        names = {info.filename.removesuffix(".npy"): info for info in self._infos if info.filename.endswith(".npy")}
-        taken = {name: info for name, info in names.items() if self.selection.takes(name)}
-        self.selection.check(taken, names, self.path)
-        self._members = {name: self._member(name, info) for name, info in taken.items()}
+        infos = [info for info in member_infos(self._file) if info.filename.endswith(".npy")]
+        names = {info.filename.removesuffix(".npy"): info for info in infos}
+        self._members = {name: self._member(name, names[name]) for name in self.selection.choose([*names], self.path)}
         specs = tuple(
             ArraySpec(name, member.header.shape, native_dtype(member.header.dtype))
             for name, member in self._members.items()
@@ -197,13 +171,6 @@ class NpzReader(BaseReader):
                 crc.add(view)
 
         return read_next
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 class _RunningCrc:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import sys
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Description, Extent, FileReader, native_dtype
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
 from legroom.messages import say
@@ -33,29 +32,17 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
-class SafetensorsReader(BaseReader):
+class SafetensorsReader(FileReader):
     """A .safetensors file."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        try:
-            self._header, self._start = _read_header(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
-        header = dict(self._header)
+        header, self._start = _read_header(self._file)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise damaged(self.path, say("__metadata__ is not an object of strings"))
-        ranges = {name: self._range(name, entry) for name, entry in header.items()}
-        self._check_ranges(ranges)
-        self._ranges = ranges
-        taken = [name for name in header if self.selection.takes(name)]
-        self.selection.check(taken, header, self.path)
-        specs = tuple(self._spec(name, header[name]) for name in taken)
+        self._ranges = {name: self._range(name, entry) for name, entry in header.items()}
+        self._check_ranges()
+        specs = tuple(self._spec(name, header[name]) for name in self.selection.choose([*header], self.path))
         return Description("safetensors", specs, metadata, (self.path,))
 
     def _range(self, name: str, entry: object) -> tuple[int, int]:
@@ -66,10 +53,10 @@ class SafetensorsReader(BaseReader):
             raise damaged(self.path, say("invalid offsets of {name!r}: {has}", name=name, has=offsets))
         return offsets[0], offsets[1]
 
-    def _check_ranges(self, ranges: dict[str, tuple[int, int]]) -> None:
+    def _check_ranges(self) -> None:
         """In the order of their offsets, the tensors must cover everything after the header exactly once."""
         end = 0
-        for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+        for name, (first, last) in sorted(self._ranges.items(), key=lambda item: item[1]):
             if first != end:
                 raise damaged(
                     self.path,
@@ -129,13 +116,6 @@ class SafetensorsReader(BaseReader):
             copy_raw(self._file, offset, out, progress)
         else:
             fill_in_order(sequential(self._file, offset), out, self._file_dtype(spec), False, progress)
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:

@@ -13,17 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import LegroomError, UnsupportedData
-from legroom.formats.base_reader import (
-    ArraySpec,
-    BaseReader,
-    Extent,
-    Selection,
-    TableSpec,
-    as_json,
-    column_names,
-    what_is_read,
-)
-from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
+from legroom.formats.base_reader import FileReader, TableSpec, as_json, column_names, what_is_read
+from legroom.formats.file_reads_and_errors import damaged, unreadable
 from legroom.formats.fill_arrays import Progress, no_progress
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
@@ -35,12 +26,8 @@ _BUFFER = 16 + 64 + 16  # its entry in the header, the padding after it, one off
 _BATCH = 512 + 24 + 64  # a message's frame, its block in the footer, padding
 
 
-class TableReader(BaseReader):
+class TableReader(FileReader):
     """A file that holds one table."""
-
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
 
     def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         return arrow_errors(self.path, what_is_read(name))
@@ -68,12 +55,6 @@ class TableReader(BaseReader):
         notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _HIDDEN_METADATA}
         return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
 
-    def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
-        raise NotImplementedError  # there are no arrays; BaseReader refuses first
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        raise NotImplementedError
-
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
         rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
         if rows != spec.rows:
@@ -85,14 +66,10 @@ class TableReader(BaseReader):
     def _schema(self) -> Any:
         raise NotImplementedError
 
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
     def _close(self) -> None:
         # Otherwise Arrow's allocator keeps what decoding freed, and this process may go on to train.
         require("pyarrow", "parquet", phrase("tables")).default_memory_pool().release_unused()
-        self._file.close()
+        super()._close()
 
 
 def write_ipc(

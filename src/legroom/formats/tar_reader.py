@@ -23,17 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.file_reads_and_errors import SourceFile, are_among, changed_while_read, damaged, packed_stamp
-from legroom.formats.fill_arrays import Array, Progress
-from legroom.formats.gather_byte_ranges import (
-    SLAB_MEMORY,
-    GrowingMemory,
-    gather_ranges,
-    ragged_specs,
-    read_slabs,
-    slabs_of_rows,
-)
+from legroom.formats.fill_arrays import Array
+from legroom.formats.gather_byte_ranges import GrowingMemory, SlabReader, gather_ranges, ragged_specs, slabs_of_rows
 from legroom.messages import listed, say, shown
 from legroom.units import format_size
 
@@ -271,10 +264,8 @@ _MOST_COLUMNS = 1000
 _ROW = 18  # bytes of a column's row in the index: two numbers, and what a growing array allocates ahead
 
 
-class TarReader(BaseReader):
+class TarReader(SlabReader):
     """A tar archive of samples."""
-
-    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -310,9 +301,6 @@ class TarReader(BaseReader):
         self.selection.check([spec.name for spec in taken], every, self.path)
         return Description("webdataset", tuple(taken), {}, (self.path,))
 
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         column = self._columns.get(str(spec.ragged))
         if column is None or not spec.name.endswith("/values"):
@@ -325,19 +313,10 @@ class TarReader(BaseReader):
 
         return slabs_of_rows(offsets, decode)
 
-    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is not None:
-            read_slabs(slabs, out, progress)
-            return
+    def _small(self, spec: ArraySpec) -> Array:
         if spec.name.endswith("/offsets"):
-            out[...] = self._columns.get(str(spec.ragged), self._keys).offsets_array()
-        else:
-            out[...] = self._key_text
-        progress(out.nbytes)
-
-    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        return SLAB_MEMORY if spec.name.endswith("/values") else 0
+            return self._columns.get(str(spec.ragged), self._keys).offsets_array()
+        return self._key_text
 
     @contextmanager
     def _opened(self) -> Iterator[SourceFile]:

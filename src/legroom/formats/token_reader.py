@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UsageError
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Description, Extent, FileReader, Selection, native_dtype
 from legroom.formats.detect import dtype_name
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
@@ -202,20 +202,12 @@ def require_dtype(path: Path, stated: np.dtype[Any], given: str | None) -> None:
         )
 
 
-class TokenReader(BaseReader):
+class TokenReader(FileReader):
     """A flat token file, or one of llm.c: one array."""
 
     def __init__(self, path: Path, selection: Selection, dtype: str | None = None) -> None:
         super().__init__(path, selection)
-        self._file = SourceFile(path)
-        try:
-            self._start, count, stored = self._layout(dtype)
-        except BaseException:
-            self._file.close()
-            raise
-        self._format = "llm.c" if self._start else "tokens"
-        self._stored = stored
-        self._spec = ArraySpec(NAME, (count,), native_dtype(stored))
+        self._given = dtype
 
     def _layout(self, given: str | None) -> tuple[int, int, np.dtype[Any]]:
         """Where the tokens start, how many there are, and their type."""
@@ -237,8 +229,10 @@ class TokenReader(BaseReader):
         return 0, file.size // stored.itemsize, stored
 
     def _describe(self) -> Description:
-        self.selection.check([NAME], [NAME], self.path)
-        return Description(self._format, (self._spec,), {}, (self.path,))
+        self._start, count, self._stored = self._layout(self._given)
+        self.selection.choose([NAME], self.path)
+        spec = ArraySpec(NAME, (count,), native_dtype(self._stored))
+        return Description("llm.c" if self._start else "tokens", (spec,), {}, (self.path,))
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return Extent(self.path, self._start, spec.nbytes) if self._stored == spec.dtype else None
@@ -248,13 +242,6 @@ class TokenReader(BaseReader):
             copy_raw(self._file, self._start, out, progress)
         else:
             fill_in_order(sequential(self._file, self._start), out, self._stored, False, progress)
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 def is_llm_c(file: SourceFile) -> bool:

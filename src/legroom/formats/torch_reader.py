@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Checksum, Description, Extent, FileReader, native_dtype
 from legroom.formats.decompress_deflate import zlib_module
-from legroom.formats.file_reads_and_errors import SourceFile, damaged, wrong_checksum
+from legroom.formats.file_reads_and_errors import damaged, wrong_checksum
 from legroom.formats.fill_arrays import PIECE, Progress, bytes_of, copy_raw
 from legroom.formats.npy_reader import data_start, member_infos
 from legroom.messages import say
@@ -89,21 +89,12 @@ class _Tensor:
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-class TorchReader(BaseReader):
+class TorchReader(FileReader):
     """A checkpoint written by torch.save."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        self._tensors: dict[str, _Tensor] = {}
-        self._verified: set[str] = set()
-        try:
-            self._members = {info.filename: info for info in member_infos(self._file)}
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
+        self._members = {info.filename: info for info in member_infos(self._file)}
+        self._verified: set[str] = set()
         pickles = [name for name in self._members if name.endswith("/" + PICKLE) or name == PICKLE]
         if len(pickles) != 1:
             raise damaged(self.path, say("it has {count} files called data.pkl", count=len(pickles)))
@@ -119,10 +110,8 @@ class TorchReader(BaseReader):
         if len(found) != len(pairs):
             counts = Counter(name for name, _ in pairs)
             self._require_names([self._spec(*pair) for pair in pairs if counts[pair[0]] > 1])
-        taken = {name: tensor for name, tensor in found.items() if self.selection.takes(name)}
-        self.selection.check(taken, found, self.path)
-        self._tensors = taken
-        return Description("torch", tuple(self._spec(*item) for item in taken.items()), {}, (self.path,))
+        self._tensors = {name: found[name] for name in self.selection.choose([*found], self.path)}
+        return Description("torch", tuple(self._spec(*item) for item in self._tensors.items()), {}, (self.path,))
 
     def _load(self, info: zipfile.ZipInfo) -> Any:
         if info.file_size > _MOST_PICKLE:
@@ -237,13 +226,6 @@ class TorchReader(BaseReader):
         if info.CRC and (has := zlib_module().crc32(data)) != info.CRC:
             raise wrong_checksum(self.path, info.filename, has, info.CRC)
         return data
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -23,7 +23,6 @@ from legroom.formats.base_reader import (
     ArraySpec,
     BaseReader,
     Description,
-    Extent,
     Selection,
     TableSpec,
     as_json,
@@ -81,8 +80,7 @@ class ZarrReader(BaseReader):
                     if name not in found and self.selection.takes(name):
                         own = as_json(node.attrs.asdict())
                         attributes.update({name + "/" + key: value for key, value in own.items()})
-            self._arrays = {name: node for name, node in found.items() if self.selection.takes(name)}
-            self.selection.check(self._arrays, found, self.path)
+            self._arrays = {name: found[name] for name in self.selection.choose([*found], self.path)}
             specs = tuple(self._spec(name, node) for name, node in self._arrays.items())
         return Description("zarr", specs, attributes, (self.path,))
 
@@ -98,9 +96,6 @@ class ZarrReader(BaseReader):
 
     def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         return _zarr_errors(self.path, what_is_read(name))
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
         if out.nbytes == 0:

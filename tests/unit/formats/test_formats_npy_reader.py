@@ -78,15 +78,15 @@ def test_an_invalid_header_is_damage(tmp_path: Path, header: str) -> None:
 def test_a_header_that_is_too_long_is_damage_before_memory_is_allocated(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"\x93NUMPY\x02\x00" + (1 << 31).to_bytes(4, "little") + b"{}")
-    with pytest.raises(DamagedSource, match="2147483648"):
-        open_source(path)
+    with pytest.raises(DamagedSource, match="2147483648"), open_source(path) as reader:
+        reader.describe()
 
 
 @pytest.mark.parametrize("array", [np.array([None, 1]), np.array([(1, "x")], [("a", "i4"), ("b", "O")])])
 def test_objects_are_refused_without_being_unpickled(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
-    with pytest.raises(UnsupportedData, match="pickle"):
-        open_source(tmp_path / "x.npy")
+    with pytest.raises(UnsupportedData, match="pickle"), open_source(tmp_path / "x.npy") as reader:
+        reader.describe()
     np.savez(tmp_path / "y.npz", good=np.arange(3), bad=array)
     with pytest.raises(UnsupportedData, match="'bad'"), open_source(tmp_path / "y.npz") as reader:
         reader.describe()
