@@ -19,9 +19,13 @@ PO = Path(__file__).parents[2] / "po"
 SOURCE = PO.parent / "src" / "legroom"
 _FIELD = "\0"  # a field of an f-string: no word
 _SENTENCE = re.compile(r"(?<![\w&|(\[])(?:[A-Za-z][a-z']*[,;:]? ){3}[a-z']+(?![\w(])")
-# For developers, not for users: plain exceptions, and the detail of a file that its own checksum or schema rules out.
+# For developers, not for users: plain exceptions, and the detail of a file that its own checksum, schema or format rules
+# out.
 _FOR_PROGRAMMERS = frozenset(
-    {"AttributeError", "AssertionError", "NotImplementedError", "ValueError", "InvalidRecord", "add_argument"}
+    {
+        *("AttributeError", "AssertionError", "NotImplementedError", "ValueError", "InvalidRecord", "add_argument"),
+        *("damaged", "_damaged", "hdf5_errors", "arrow_errors", "_zarr_errors"),
+    }
 )
 
 # A file, or a file and how a literal in it begins; and why that is no sentence of ours to translate.

@@ -54,7 +54,7 @@ class ArrowReader(TableReader):
 
     def _source(self) -> Any:
         """pyarrow's reader on a file of its own, closed with it."""
-        with arrow_errors(self.path, say("its schema")):
+        with arrow_errors(self.path, "its schema"):
             file = self._arrow.OSFile(self._file.alias, "rb")
             opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
             return opener(file)
@@ -70,7 +70,7 @@ class ArrowReader(TableReader):
             )
         largest = max((batch.decoding for batch in layout.batches), default=0)
         self._memory_needed = largest + sum(batch.decoding for batch in layout.dictionaries)
-        with arrow_errors(self.path, say("its schema")):
+        with arrow_errors(self.path, "its schema"):
             spec = self._spec(self._schema(), layout.rows, self._bound(layout))
         name = "arrow" if self._is_file else "arrow-stream"
         return Description(name, (spec,), dict(spec.attributes), (self.path,))
@@ -104,7 +104,7 @@ class ArrowReader(TableReader):
     def _batches(self) -> Iterator[Any]:
         with self._source() as source:
             for index in range(source.num_record_batches) if self._is_file else iter(int, 1):
-                with arrow_errors(self.path, say("its batches")):
+                with arrow_errors(self.path, "its batches"):
                     if self._is_file:
                         batch = source.get_batch(index)
                     else:
@@ -167,7 +167,7 @@ def read_layout(file: SourceFile) -> IpcLayout:
             else:
                 layout.schema = max(layout.schema, header)
     except (struct.error, IndexError, ValueError) as problem:
-        raise damaged(file.path, say("an Arrow message: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"an Arrow message: {problem}") from problem
     return layout
 
 

@@ -364,7 +364,7 @@ def _is_unicode(name: str) -> bool:
 
 def what_is_read(name: str | None) -> str:
     """The item in words, for an error."""
-    return say("its contents") if name is None else repr(name)
+    return "its contents" if name is None else repr(name)
 
 
 def check_out(spec: ArraySpec, out: Array) -> None:

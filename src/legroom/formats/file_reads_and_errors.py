@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 import numpy as np
 
 from legroom.errors import DamagedSource, SourceChanged, UnreadableSource
-from legroom.messages import joined, say
+from legroom.messages import harmless, joined, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
@@ -364,9 +364,12 @@ def changed_while_read(path: object) -> SourceChanged:
 
 
 def damaged(path: Path, why: str) -> DamagedSource:
-    """The error for a file that violates its format."""
+    """The error for a file that violates its format.
+
+    ``why`` names the rule that it violates: plain English, for those who know the format.
+    """
     fix = say("copy or download the file again, or recreate it")
-    return _damage(path, say("{path} is damaged", path=path), why, fix)
+    return _damage(path, say("{path} is damaged", path=path), harmless(why), fix)
 
 
 def _damage(path: Path, what: str, why: str, fix: str) -> DamagedSource:

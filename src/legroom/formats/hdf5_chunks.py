@@ -65,7 +65,7 @@ class ChunkedDataset:
 
     def read(self, chunk: ChunkLocation) -> Array:
         """Let HDF5 read one chunk."""
-        with hdf5_errors(self.path, say("the chunk at {first}", first=chunk.first)):
+        with hdf5_errors(self.path, f"the chunk at {chunk.first}"):
             return np.asarray(self.dataset[self.region(chunk)])
 
     @cached_property
@@ -190,15 +190,13 @@ def _undo_filters(
     except ValueError as problem:
         if chunk.size == size and source.at_edge(chunk):
             return None
-        raise damaged(
-            source.path, say("the chunk at {first}: {problem}", first=chunk.first, problem=problem)
-        ) from problem
+        raise damaged(source.path, f"the chunk at {chunk.first}: {problem}") from problem
 
 
 def _stored_bytes(source: ChunkedDataset, file: SourceFile, chunk: ChunkLocation) -> bytes:
     if source.direct:
         return file.read_at(chunk.offset, chunk.size)
-    with hdf5_errors(source.path, say("reading a chunk")):
+    with hdf5_errors(source.path, "reading a chunk"):
         stored: bytes = source.dataset.id.read_direct_chunk(chunk.first)[1]
     return stored
 
@@ -217,7 +215,7 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
             found[first] = ChunkLocation(first, info.byte_offset, info.size, info.filter_mask)
 
     each = _LOCATION + _LOCATION_AXIS * len(source.shape)
-    with hdf5_errors(source.path, say("locating its chunks")):
+    with hdf5_errors(source.path, "locating its chunks"):
         # Counting takes HDF5 as long as locating, so chunks are counted only if there may be many.
         if source.count * each > _FEW:
             count = source.dataset.id.get_num_chunks()
@@ -226,14 +224,14 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
     for first in found:
         for start, length, step in zip(first, source.shape, source.chunk, strict=True):
             if start >= length or start % step:
-                raise damaged(source.path, say("invalid chunk position {first}", first=first))
+                raise damaged(source.path, f"invalid chunk position {first}")
     return sorted(found.values(), key=lambda chunk: chunk.offset)
 
 
 def _fill_value(source: ChunkedDataset, out: Array) -> Any:
     from h5py import h5d
 
-    with hdf5_errors(source.path, say("its fill value")):
+    with hdf5_errors(source.path, "its fill value"):
         if source.dataset.id.get_create_plist().fill_value_defined() != h5d.FILL_VALUE_USER_DEFINED:
             return np.zeros((), out.dtype)
         return source.dataset.fillvalue

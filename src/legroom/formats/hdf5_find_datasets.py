@@ -174,7 +174,7 @@ class ExternalFiles:
         if dataset.external:
             yield from external_storage(dataset, name, holder)
         if dataset.is_virtual:
-            with hdf5_errors(holder, say("the sources of {name!r}", name=name)):
+            with hdf5_errors(holder, f"the sources of {name!r}"):
                 sources = sorted({(source.file_name, source.dset_name) for source in dataset.virtual_sources()})
                 cache = int(dataset.id.get_access_plist().get_chunk_cache()[1])
             self._followed.append(self._stored_at(dataset))
@@ -329,7 +329,7 @@ def external_storage(dataset: Any, name: str, holder: Path) -> list[Lookup]:
             raise missing_file(name, holder, lookup.name, say("external storage"), beside=beside)
         require_regular(lookup.found)
     if not lookups:
-        raise damaged(holder, say("{name!r} has external storage but lists no files", name=name))
+        raise damaged(holder, f"{name!r} has external storage but lists no files")
     return lookups
 
 
@@ -389,7 +389,7 @@ class DatasetSearch:
                 fix=(say("load only what you need: keys=[…]"),),
             )
 
-        with hdf5_errors(self._path, say("the group {name!r}", name=group.name or "/")):
+        with hdf5_errors(self._path, f"the group {group.name or '/'!r}"):
             keys = list(group.node)
         for key in keys:
             name = group.name + "/" + readable(key) if group.name else readable(key)
@@ -412,7 +412,7 @@ class DatasetSearch:
         self._links += 1
         self._repeated += repeated
         if self._links > _MOST_LINKS:
-            raise damaged(self._path, say("it has more than {most} links", most=_MOST_LINKS))
+            raise damaged(self._path, f"it has more than {_MOST_LINKS} links")
         if self._repeated > _MOST_REPEATED:
             raise UnsupportedData(
                 say("{path} has too many names for the same datasets", path=self._path),
@@ -425,7 +425,7 @@ class DatasetSearch:
 
         through = group.through
         holder = self._external.path_of(group.node)
-        with hdf5_errors(self._path, say("the link {name!r}", name=name)):
+        with hdf5_errors(self._path, f"the link {name!r}"):
             try:
                 link = link_of(group.node, key)
             except TypeError:  # user-defined

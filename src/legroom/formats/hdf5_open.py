@@ -50,9 +50,9 @@ def hdf5_errors(path: Path, doing: str) -> Iterator[None]:
     except OSError as problem:
         if problem.errno in _NO_DAMAGE:
             raise unreadable(path, problem) from problem
-        raise damaged(path, say("{doing}: {problem}", doing=doing, problem=_first_line(problem))) from problem
+        raise damaged(path, f"{doing}: {_first_line(problem)}") from problem
     except Exception as problem:
-        raise damaged(path, say("{doing}: {problem}", doing=doing, problem=_first_line(problem))) from problem
+        raise damaged(path, f"{doing}: {_first_line(problem)}") from problem
 
 
 def _first_line(problem: Exception) -> str:
@@ -70,7 +70,7 @@ def open_hdf5(path: Path, *, on_demand: bool = False) -> Any:
     with SourceFile(path) as file:
         start = signature_at(file)
         if start is None:
-            raise damaged(path, say("it has no HDF5 signature"))
+            raise damaged(path, "it has no HDF5 signature")
         _refuse_flags(file, start)
         arrives = file.is_arriving and on_demand
     if arrives:
@@ -182,4 +182,4 @@ def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSo
             why=os.strerror(number),
             fix=(say("check the path and its filesystem:\nls -l {path}", path=path),),
         )
-    return damaged(path, say("HDF5 cannot open it: {problem}", problem=_first_line(problem)))
+    return damaged(path, f"HDF5 cannot open it: {_first_line(problem)}")

@@ -137,14 +137,14 @@ class Hdf5Reader(BaseReader):
     def _attributes(self, node: Any) -> dict[str, Any]:
         import h5py
 
-        with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
+        with hdf5_errors(self.path, f"the attributes of {node.name!r}"):
             kinds = {name: node.attrs.get_id(name) for name in node.attrs}
             header = h5py.h5o.get_info(node.id).addr
             file = self._raw_file(node)
         dtypes = {name: _numpy_type(kind) for name, kind in kinds.items()}
         if file is not None and any(dtype is not None and dtype.hasobject for dtype in dtypes.values()):
             GlobalHeaps(file, node.file.userblock_size, self.path).check_attributes(header)
-        with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
+        with hdf5_errors(self.path, f"the attributes of {node.name!r}"):
             return {readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()}
 
     # Reading.

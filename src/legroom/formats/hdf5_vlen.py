@@ -127,7 +127,7 @@ class VariableLengthRows:
             return None
         table = table.reshape(-1)
         if int(table["length"].max(initial=0)) * self._stored.dtype.itemsize > file.size:
-            raise damaged(self._path, say("a row of {name!r} is longer than the file", name=self._name))
+            raise damaged(self._path, f"a row of {self._name!r} is longer than the file")
         return table
 
     def _allocate_references(self) -> np.ndarray[Any, Any]:
@@ -201,14 +201,7 @@ class VariableLengthRows:
             count = length * width
             if count > size:
                 raise damaged(
-                    self._path,
-                    say(
-                        "row {row} of {name!r} has {count} bytes, but its heap holds {size}",
-                        row=row,
-                        name=self._name,
-                        count=count,
-                        size=max(size, 0),
-                    ),
+                    self._path, f"row {row} of {self._name!r} has {count} bytes, but its heap holds {max(size, 0)}"
                 )
             start = int(self.offsets[row]) * width
             target[start : start + count] = heap[first : first + count]
@@ -239,7 +232,7 @@ class VariableLengthRows:
     def _rows(self) -> Iterator[Any]:
         """Every row, read some megabytes at a time."""
         dataset = self._dataset
-        read = _with_hdf5_errors(self._path, say("the rows of {name!r}", name=self._name))
+        read = _with_hdf5_errors(self._path, f"the rows of {self._name!r}")
         if self._shape == ():
             yield read(lambda: dataset[()])
             return
@@ -283,7 +276,7 @@ class GlobalHeaps:
         self._file.require(start, _HEAP_HEADER)
         heap = self._file.read_at(start, min(_FIRST_READ, self._file.size - start))
         if heap[:4] != _HEAP_SIGNATURE or heap[4] != 1:
-            raise damaged(self._path, say("there is no heap at byte {start}", start=start))
+            raise damaged(self._path, f"there is no heap at byte {start}")
         size = int.from_bytes(heap[8:16], "little")
         self._file.require(start, size)
         if size > len(heap):
@@ -299,9 +292,8 @@ class GlobalHeaps:
             # Index 0 is free space, whose length counts its own header; the others are rounded up to 8.
             step = _HEAP_HEADER + (length + 7) // 8 * 8 if index else length
             if step < _HEAP_HEADER or at + step > size:
-                what = say("object {index} of the heap at byte {start}", index=index, start=start)
                 raise damaged(
-                    self._path, say("{what} has an invalid length of {length} bytes", what=what, length=length)
+                    self._path, f"object {index} of the heap at byte {start} has an invalid length of {length} bytes"
                 )
             if index:
                 objects[index] = (at + _HEAP_HEADER, length)

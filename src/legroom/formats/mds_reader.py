@@ -98,7 +98,7 @@ def parse_index(path: Path, text: bytes) -> tuple[list[Column], list[MdsShard]]:
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise damaged(path, say("it is not JSON: {problem}", problem=problem)) from problem
+        raise damaged(path, f"it is not JSON: {problem}") from problem
     shards = index.get("shards") if isinstance(index, dict) else None
     if not isinstance(shards, list) or not shards:
         raise _not_an_index(path, say("it has no list of shards"))
@@ -133,11 +133,8 @@ def _columns(path: Path, number: int, shard: dict[str, Any]) -> list[Column]:
         if size != column.size or type(size) is bool:
             raise damaged(
                 path,
-                say(
-                    "column {name!r} of shard {number} has size {size}, but its encoding {encoding!r} has {own}",
-                    name=name, number=number, size=size, encoding=encoding, own=column.size,
-                ),
-            )  # fmt: skip
+                f"column {name!r} of shard {number} has size {size}, but its encoding {encoding!r} has {column.size}",
+            )
         columns.append(column)
     return columns
 
@@ -161,7 +158,7 @@ def _column(path: Path, name: str, encoding: str) -> Column:
     if not lengths:
         return Column(name, encoding)  # each value with its own shape in front of its bytes
     if 0 in (axes := tuple(map(int, lengths))):
-        raise damaged(path, say("the shape of column {name!r} is {shape}", name=name, shape=axes))
+        raise damaged(path, f"the shape of column {name!r} is {axes}")
     return Column(name, encoding, np.dtype(dtype), axes)
 
 
@@ -192,7 +189,7 @@ def _file(path: Path, number: int, given: Any) -> ShardFile | None:
 
 
 def _invalid(path: Path, number: int, key: str) -> DamagedSource:
-    return damaged(path, say("{key} of shard {number} is invalid", key=repr(key), number=number))
+    return damaged(path, f"{key!r} of shard {number} is invalid")
 
 
 def _not_an_index(path: Path, why: str) -> UnsupportedData:
@@ -248,7 +245,7 @@ class MdsReader(SlabReader):
         path = self.path / INDEX
         stats = self._root.stat(INDEX)
         if stats.st_size > MOST_INDEX:
-            raise damaged(path, say("it has {size} bytes", size=stats.st_size))
+            raise damaged(path, f"it has {stats.st_size} bytes")
         self._stamps += packed_stamp(stats)
         stamp = unpacked_stamp(self._stamps, 0)
         with self.memory.take(_PARSED * stats.st_size, str(path)), FolderFile(self._root, INDEX, stamp) as file:
@@ -263,8 +260,7 @@ class MdsReader(SlabReader):
             if stats.st_size < stored.nbytes:
                 raise truncated(self.path / stored.name, stored.nbytes, stats.st_size)
             raise damaged(
-                self.path / stored.name,
-                say("it has {has} bytes, but the index states {needed}", has=stats.st_size, needed=stored.nbytes),
+                self.path / stored.name, f"it has {stats.st_size} bytes, but the index states {stored.nbytes}"
             )
         counted.add(1000)
         self._stamps += packed_stamp(stats)
@@ -374,7 +370,7 @@ class _OpenedShard:
         """Read the samples' positions and the lengths of their values."""
         count, size = self._shard.samples, self._shard.raw.nbytes
         if 4 * (count + 2) > size:
-            raise self._damaged(say("the index states {count} samples, more than it can hold", count=count))
+            raise self._damaged(f"the index states {count} samples, more than it can hold")
         free = sum(column.size is None for column in columns)
         counted.add(8 * count * len(selected))
         # Positions, lengths, and the numbers they are computed with.
@@ -384,11 +380,9 @@ class _OpenedShard:
             positions = np.frombuffer(file.read_at(0, 4 * (count + 2)), "<u4").astype(np.int64)
             edges = positions[1:]
             if int(positions[0]) != count:
-                raise self._damaged(
-                    say("it has {has} samples, the index states {count}", has=int(positions[0]), count=count)
-                )
+                raise self._damaged(f"it has {int(positions[0])} samples, the index states {count}")
             if int(edges[0]) < 4 * (count + 2) or int(edges[-1]) != size or bool((np.diff(edges) < 4 * free).any()):
-                raise self._damaged(say("the positions of its samples are invalid"))
+                raise self._damaged("the positions of its samples are invalid")
             lengths = self._read_lengths(file, edges, free)
             self._find_starts(columns, selected, edges, lengths)
 
@@ -421,17 +415,14 @@ class _OpenedShard:
         if len(wrong):
             row = int(wrong[0])
             raise self._damaged(
-                say(
-                    "the values of sample {row} end at byte {has}, the sample at byte {needed}",
-                    row=row, has=int(at[row]), needed=int(edges[row + 1]),
-                )
+                f"the values of sample {row} end at byte {at[row]}, the sample at byte {edges[row + 1]}"
             )  # fmt: skip
 
     def _add_offsets(self, column: Column, lengths: Array | None) -> None:
         size, count = self._shard.raw.nbytes, self._shard.samples
         total = int(lengths.sum(dtype=np.int64)) if lengths is not None else count * (column.size or 0)
         if total > size:
-            raise self._damaged(say("the values of column {name!r} are longer than the shard", name=column.name))
+            raise self._damaged(f"the values of column {column.name!r} are longer than the shard")
         offsets = self.offsets[column.name] = np.zeros(count + 1, _DTYPE)
         np.cumsum(lengths if lengths is not None else np.full(count, column.size, _DTYPE), out=offsets[1:])
 
@@ -483,7 +474,7 @@ class _OpenedShard:
                 stream = zlib.decompressobj(wbits=31)
                 data = stream.decompress(packed, size + 1)
                 if not stream.eof or stream.unused_data:
-                    raise self._damaged(say("it does not decompress to the {size} bytes of the index", size=size))
+                    raise self._damaged(f"it does not decompress to the {size} bytes of the index")
             else:
                 arrow = require("pyarrow", "parquet", phrase("shards compressed with zstd"))
                 data = arrow.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True)
@@ -492,7 +483,7 @@ class _OpenedShard:
         except Exception as problem:  # zlib.error, OSError and ValueError of pyarrow
             raise self._damaged(str(problem)) from problem
         if len(data) != size:
-            raise self._damaged(say("it does not decompress to the {size} bytes of the index", size=size))
+            raise self._damaged(f"it does not decompress to the {size} bytes of the index")
         _compare_hashes(self._path, self._shard.raw.hashes, [data])
         return data
 
@@ -532,15 +523,7 @@ def _compare_hashes(path: Path, stated: dict[str, str], blocks: Any) -> None:
                 hasher.update(block)
     for name, hasher in hashers.items():
         if hasher.hexdigest() != stated[name].lower():
-            raise damaged(
-                path,
-                say(
-                    "its {name} is {has}, the index states {needed}",
-                    name=name,
-                    has=hasher.hexdigest(),
-                    needed=stated[name],
-                ),
-            )
+            raise damaged(path, f"its {name} is {hasher.hexdigest()}, the index states {stated[name]}")
 
 
 def _hasher(path: Path, name: str) -> Any:

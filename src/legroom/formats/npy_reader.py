@@ -86,12 +86,8 @@ class NpzReader(FileReader):
             if member.header.size + spec.nbytes != member.info.file_size:
                 raise damaged(
                     self.path,
-                    say(
-                        "{name!r} needs {needed} bytes, but the archive holds {has}",
-                        name=spec.name,
-                        needed=member.header.size + spec.nbytes,
-                        has=member.info.file_size,
-                    ),
+                    f"{spec.name!r} needs {member.header.size + spec.nbytes} bytes, but the archive holds "
+                    f"{member.info.file_size}",
                 )
         return Description("npz", specs, {}, (self.path,))
 
@@ -114,7 +110,7 @@ class NpzReader(FileReader):
         def read(offset: int, count: int) -> bytes:
             nonlocal head
             if offset + count > info.file_size:
-                raise damaged(self.path, say("{name!r} ends within its header", name=info.filename))
+                raise damaged(self.path, f"{info.filename!r} ends within its header")
             while len(head) < offset + count:
                 buffer = bytearray(offset + count - len(head))
                 read_next(memoryview(buffer))
@@ -160,9 +156,7 @@ class NpzReader(FileReader):
                 except (ValueError, EOFError, OSError, zipfile.BadZipFile) as problem:
                     if isinstance(problem, SourceError):
                         raise
-                    raise damaged(
-                        self.path, say("{name!r}: {problem}", name=info.filename, problem=problem)
-                    ) from problem
+                    raise damaged(self.path, f"{info.filename!r}: {problem}") from problem
                 if not part:
                     raise damaged(self.path, say("{name!r} is truncated", name=info.filename))
                 view[done : done + len(part)] = part
@@ -189,22 +183,20 @@ def member_infos(file: SourceFile) -> list[zipfile.ZipInfo]:
         with file.as_stream() as stream, zipfile.ZipFile(stream) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, EOFError) as problem:
-        raise damaged(file.path, say("invalid zip archive: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"invalid zip archive: {problem}") from problem
     except (struct.error, UnicodeDecodeError, IndexError) as problem:  # a damaged directory
-        raise damaged(file.path, say("invalid zip directory: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"invalid zip directory: {problem}") from problem
 
 
 def data_start(file: SourceFile, info: zipfile.ZipInfo) -> int:
     """Offset of a member's bytes: after its local header, which repeats the name and has an extra field of its own."""
     local = file.read_at(info.header_offset, 30)
     if local[:4] != b"PK\x03\x04":
-        raise damaged(file.path, say("there is no member at byte {at}", at=info.header_offset))
+        raise damaged(file.path, f"there is no member at byte {info.header_offset}")
     name, extra = (int(n) for n in struct.unpack("<HH", local[26:30]))
     encoding = "utf-8" if info.flag_bits & _UTF8 else "cp437"
     if file.read_at(info.header_offset + 30, name) != info.orig_filename.encode(encoding, "replace"):
-        raise damaged(
-            file.path, say("the zip directory and the member header name {name!r} differently", name=info.filename)
-        )
+        raise damaged(file.path, f"the zip directory and the member header name {info.filename!r} differently")
     return info.header_offset + 30 + name + extra
 
 
@@ -273,14 +265,14 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
     """Parse the header; ``read(offset, count)`` returns exactly the bytes requested, or raises."""
     lead = read(0, 8)
     if lead[:6] != NPY_MAGIC:
-        raise damaged(path, say("{name!r} has no .npy header", name=name))
+        raise damaged(path, f"{name!r} has no .npy header")
     version = lead[6]
     if version not in (1, 2, 3) or lead[7] != 0:
-        raise damaged(path, say("{name!r}: unknown .npy version {a}.{b}", name=name, a=version, b=lead[7]))
+        raise damaged(path, f"{name!r}: unknown .npy version {version}.{lead[7]}")
     width = 2 if version == 1 else 4
     length = int.from_bytes(read(8, width), "little")
     if length > _MOST_HEADER:
-        raise damaged(path, say("{name!r}: the header is too long ({length} bytes)", name=name, length=length))
+        raise damaged(path, f"{name!r}: the header is too long ({length} bytes)")
     text = read(8 + width, length)
     try:
         shape, dtype, fortran = _parse(text.decode("utf-8" if version == 3 else "latin-1"))
@@ -291,7 +283,7 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
             fix=(say("save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"),),
         ) from None
     except Exception as problem:  # literal_eval also raises MemoryError, RecursionError and SystemError
-        raise damaged(path, say("the header of {name!r}: {problem}", name=name, problem=problem)) from problem
+        raise damaged(path, f"the header of {name!r}: {problem}") from problem
     return NpyHeader(shape, dtype, fortran, 8 + width + length)
 
 

@@ -39,7 +39,7 @@ class SafetensorsReader(FileReader):
         header, self._start = _read_header(self._file)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise damaged(self.path, say("__metadata__ is not an object of strings"))
+            raise damaged(self.path, "__metadata__ is not an object of strings")
         self._ranges = {name: self._range(name, entry) for name, entry in header.items()}
         self._check_ranges()
         specs = tuple(self._spec(name, header[name]) for name in self.selection.choose([*header], self.path))
@@ -47,10 +47,10 @@ class SafetensorsReader(FileReader):
 
     def _range(self, name: str, entry: object) -> tuple[int, int]:
         if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-            raise damaged(self.path, say("{name!r} must have exactly dtype, shape and data_offsets", name=name))
+            raise damaged(self.path, f"{name!r} must have exactly dtype, shape and data_offsets")
         offsets = entry["data_offsets"]
         if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise damaged(self.path, say("invalid offsets of {name!r}: {has}", name=name, has=offsets))
+            raise damaged(self.path, f"invalid offsets of {name!r}: {offsets}")
         return offsets[0], offsets[1]
 
     def _check_ranges(self) -> None:
@@ -58,20 +58,12 @@ class SafetensorsReader(FileReader):
         end = 0
         for name, (first, last) in sorted(self._ranges.items(), key=lambda item: item[1]):
             if first != end:
-                raise damaged(
-                    self.path,
-                    say(
-                        "{name!r} starts at {first}, but the previous tensor ends at {end}",
-                        name=name,
-                        first=first,
-                        end=end,
-                    ),
-                )
+                raise damaged(self.path, f"{name!r} starts at {first}, but the previous tensor ends at {end}")
             end = last
         self._file.require(self._start, end)
         if self._start + end != self._file.size:
             extra = self._file.size - self._start - end
-            raise damaged(self.path, say("{extra} bytes after the last tensor", extra=extra))
+            raise damaged(self.path, f"{extra} bytes after the last tensor")
 
     def _spec(self, name: str, entry: dict[str, Any]) -> ArraySpec:
         kind, shape = entry["dtype"], entry["shape"]
@@ -83,21 +75,14 @@ class SafetensorsReader(FileReader):
             )
         text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
         if text is None:
-            raise damaged(self.path, say("{name!r} has the unknown type {kind!r}", name=name, kind=kind))
+            raise damaged(self.path, f"{name!r} has the unknown type {kind!r}")
         if not _is_sizes(shape) or len(shape) > 32:
-            raise damaged(self.path, say("invalid shape of {name!r}: {shape}", name=name, shape=shape))
+            raise damaged(self.path, f"invalid shape of {name!r}: {shape}")
         dtype = np.dtype(text)
         first, last = self._ranges[name]
         if prod(shape) * dtype.itemsize != last - first:
             raise damaged(
-                self.path,
-                say(
-                    "{name!r} has {has} bytes, which does not match shape {shape} and type {kind}",
-                    name=name,
-                    shape=shape,
-                    kind=kind,
-                    has=last - first,
-                ),
+                self.path, f"{name!r} has {last - first} bytes, which does not match shape {shape} and type {kind}"
             )
         notes = {"safetensors_dtype": kind} if kind in _BITS else {}
         return ArraySpec(name, tuple(shape), native_dtype(dtype), notes)
@@ -122,16 +107,14 @@ def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     """The header as an object, and the offset of the tensors."""
     length = int.from_bytes(file.read_at(0, 8), "little")
     if length > MOST_HEADER:
-        raise damaged(
-            file.path, say("the header has {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER)
-        )
+        raise damaged(file.path, f"the header has {length} bytes; at most {MOST_HEADER} are allowed")
     text = file.read_at(8, length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as problem:
-        raise damaged(file.path, say("its header: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"its header: {problem}") from problem
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise damaged(file.path, say("its header is not a JSON object"))
+        raise damaged(file.path, "its header is not a JSON object")
     return header, 8 + length
 
 

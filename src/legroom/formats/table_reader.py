@@ -58,9 +58,7 @@ class TableReader(FileReader):
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
         rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
         if rows != spec.rows:
-            raise damaged(
-                self.path, say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows)
-            )
+            raise damaged(self.path, f"it has {rows} rows, but its metadata states {spec.rows}")
         return taken
 
     def _schema(self) -> Any:
@@ -96,7 +94,7 @@ def write_ipc(
                 rows += batch.num_rows
                 del batch  # before the next one is read: memory was reserved for one
                 if sink.tell() > most:
-                    raise damaged(source, say("it holds more than the {most} bytes stated in its metadata", most=most))
+                    raise damaged(source, f"it holds more than the {most} bytes stated in its metadata")
                 progress(sink.tell() - reported)
                 reported = sink.tell()
         taken = sink.tell()
@@ -124,7 +122,7 @@ def arrow_errors(path: Path, doing: str) -> Iterator[None]:
                 why=text,
                 fix=(say("load only what you need: keys=[…]"),),
             ) from problem
-        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
+        raise damaged(path, f"{doing}: {text}") from problem
 
 
 def batch_overhead(schema: Any) -> int:
@@ -140,7 +138,7 @@ def schema_bytes(schema: Any) -> int:
 
 def names_of_columns(schema: Any, path: Path) -> list[str]:
     """The names. Raises DamagedSource if one of them, or of a field in a column, is not UTF-8."""
-    with arrow_errors(path, say("the names of its columns")):
+    with arrow_errors(path, "the names of its columns"):
         for part in schema:
             for kind in every_type(part.type):
                 _ = [field.name for field in _fields(kind)]

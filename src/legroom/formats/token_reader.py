@@ -221,11 +221,8 @@ class TokenReader(FileReader):
         if file.size % stored.itemsize:
             raise damaged(
                 self.path,
-                say(
-                    "its {size} bytes are not a whole number of {dtype} tokens of {width} bytes",
-                    size=file.size, dtype=stored.name, width=stored.itemsize,
-                ),
-            )  # fmt: skip
+                f"its {file.size} bytes are not a whole number of {stored.name} tokens of {stored.itemsize} bytes",
+            )
         return 0, file.size // stored.itemsize, stored
 
     def _describe(self) -> Description:
@@ -253,23 +250,18 @@ def is_llm_c(file: SourceFile) -> bool:
 def _llm_c_header(file: SourceFile) -> tuple[np.dtype[Any], int]:
     if file.size < _HEADER:
         raise damaged(
-            file.path,
-            say("it starts as a token file of llm.c, but ends within its header: {size} of {header} bytes",
-                size=file.size, header=_HEADER),
-        )  # fmt: skip
+            file.path, f"it starts as a token file of llm.c, but ends within its header: {file.size} of {_HEADER} bytes"
+        )
     magic, version, count = (int(number) for number in np.frombuffer(file.read_at(0, 12), "<i4"))
     known, kind = LLM_C[magic]
     stored = np.dtype(kind)
     if version != known:
         raise damaged(
-            file.path,
-            say("it starts as a token file of llm.c of version {version}; version {known} is supported",
-                version=version, known=known),
-        )  # fmt: skip
+            file.path, f"it starts as a token file of llm.c of version {version}; version {known} is supported"
+        )
     if _HEADER + count * stored.itemsize != file.size or count < 0:
         raise damaged(
             file.path,
-            say("its header states {count} tokens of {width} bytes, but {rest} bytes follow it",
-                count=count, width=stored.itemsize, rest=file.size - _HEADER),
-        )  # fmt: skip
+            f"its header states {count} tokens of {stored.itemsize} bytes, but {file.size - _HEADER} bytes follow it",
+        )
     return stored, count

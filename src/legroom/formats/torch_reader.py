@@ -97,7 +97,7 @@ class TorchReader(FileReader):
         self._verified: set[str] = set()
         pickles = [name for name in self._members if name.endswith("/" + PICKLE) or name == PICKLE]
         if len(pickles) != 1:
-            raise damaged(self.path, say("it has {count} files called data.pkl", count=len(pickles)))
+            raise damaged(self.path, f"it has {len(pickles)} files called data.pkl")
         self._folder = pickles[0].removesuffix(PICKLE)
         order = self._members.get(self._folder + "byteorder")
         if order is not None and self._bytes_of(order) != sys.byteorder.encode():
@@ -115,13 +115,13 @@ class TorchReader(FileReader):
 
     def _load(self, info: zipfile.ZipInfo) -> Any:
         if info.file_size > _MOST_PICKLE:
-            raise damaged(self.path, say("its data.pkl has {size} bytes", size=info.file_size))
+            raise damaged(self.path, f"its data.pkl has {info.file_size} bytes")
         try:
             return _Unpickler(io.BytesIO(self._bytes_of(info)), self.path).load()
         except SourceError:
             raise
         except Exception as problem:  # pickle raises whatever the arguments of a call provoke
-            raise damaged(self.path, say("its data.pkl: {problem}", problem=problem)) from problem
+            raise damaged(self.path, f"its data.pkl: {problem}") from problem
 
     def _named(self, root: Any) -> Iterator[tuple[str, _Tensor]]:
         """Every tensor below ``root``, with the path to it."""
@@ -139,7 +139,7 @@ class TorchReader(FileReader):
             if len(waiting) > _MOST_VALUES - seen:
                 break
         # Containers that contain each other name the same tensors without end.
-        raise damaged(self.path, say("it has more than {most} values", most=_MOST_VALUES))
+        raise damaged(self.path, f"it has more than {_MOST_VALUES} values")
 
     def _spec(self, name: str, tensor: _Tensor) -> ArraySpec:
         text = _TYPES.get(tensor.dtype) or _BITS.get(tensor.dtype)
@@ -162,16 +162,14 @@ class TorchReader(FileReader):
         dtype = native_dtype(np.dtype(text))
         info = self._storage_info(tensor)
         if (tensor.offset + tensor.span) * dtype.itemsize > info.file_size:
-            raise damaged(
-                self.path, say("{name!r} reaches beyond the {has} bytes of its storage", name=name, has=info.file_size)
-            )
+            raise damaged(self.path, f"{name!r} reaches beyond the {info.file_size} bytes of its storage")
         notes = {"torch_dtype": tensor.dtype} if tensor.dtype in _BITS else {}
         return ArraySpec(name, tensor.shape, dtype, notes)
 
     def _storage_info(self, tensor: _Tensor) -> zipfile.ZipInfo:
         info = self._members.get(f"{self._folder}data/{tensor.storage.key}")
         if info is None or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise damaged(self.path, say("storage {key!r} is missing or compressed", key=tensor.storage.key))
+            raise damaged(self.path, f"storage {tensor.storage.key!r} is missing or compressed")
         return info
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
@@ -221,7 +219,7 @@ class TorchReader(FileReader):
     def _bytes_of(self, info: zipfile.ZipInfo) -> bytes:
         """A small member, which torch stores uncompressed."""
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise damaged(self.path, say("{name!r} is compressed or encrypted", name=info.filename))
+            raise damaged(self.path, f"{info.filename!r} is compressed or encrypted")
         data = self._file.read_at(data_start(self._file, info), info.file_size)
         if info.CRC and (has := zlib_module().crc32(data)) != info.CRC:
             raise wrong_checksum(self.path, info.filename, has, info.CRC)

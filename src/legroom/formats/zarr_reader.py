@@ -48,7 +48,7 @@ class ZarrReader(BaseReader):
         super().__init__(path, selection)
         self._zarr = require("zarr", "zarr", "Zarr")
         self._arrays: dict[str, Any] = {}
-        with _zarr_errors(path, say("its metadata")):
+        with _zarr_errors(path, "its metadata"):
             storage = self._zarr.storage
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
@@ -69,7 +69,7 @@ class ZarrReader(BaseReader):
                 raise
 
     def _describe(self) -> Description:
-        with _zarr_errors(self.path, say("its metadata")):
+        with _zarr_errors(self.path, "its metadata"):
             if isinstance(self._root, self._zarr.Array):
                 found, attributes = {NAME: self._root}, {}
             else:
@@ -250,8 +250,8 @@ def _zarr_errors(path: Path, doing: str) -> Iterator[None]:
         raise
     except OSError as problem:
         if problem.errno is None:
-            raise damaged(path, say("{doing}: {text}", doing=doing, text=problem)) from problem
+            raise damaged(path, f"{doing}: {problem}") from problem
         raise unreadable(path, problem) from problem  # from the operating system: the store may be intact
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
+        raise damaged(path, f"{doing}: {text}") from problem

@@ -207,7 +207,7 @@ def test_a_cut_file_of_llm_c_is_never_read_as_tokens(tmp_path: Path) -> None:
                 read(path, dtype)
     path.write_bytes(whole + b"\0\0")
     with pytest.raises(DamagedSource, match="40 tokens"):
-        read(path)
+        read(path, None)
 
 
 @pytest.mark.parametrize(("at", "value"), [(1, 2), (1, 7), (2, -1), (2, 39), (2, 2**31 - 1)])
