@@ -169,17 +169,18 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
     )
 
 
+def replaced_while_opened(path: Path) -> SourceChanged:
+    """The error for another file under the same name than was opened a moment before."""
+    return SourceChanged(
+        say("{path} was replaced while it was being opened", path=path),
+        fix=(say("try again when no process is replacing it"),),
+    )
+
+
 def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSource | SourceChanged:
     if "st_ino or st_dev fields changed" in str(problem):  # between two system calls of HDF5's own
-        return SourceChanged(
-            say("{path} was replaced while it was being opened", path=path),
-            fix=(say("try again when no process is replacing it"),),
-        )
+        return replaced_while_opened(path)
     number = getattr(problem, "errno", None)
     if number is not None and number not in (0, errno.EINVAL):
-        return UnreadableSource(
-            say("cannot read {path}", path=path),
-            why=os.strerror(number),
-            fix=(say("check the path and its filesystem:\nls -l {path}", path=path),),
-        )
+        return unreadable(path, OSError(number, os.strerror(number)))
     return damaged(path, f"HDF5 cannot open it: {_first_line(problem)}")

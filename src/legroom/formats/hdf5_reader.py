@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import SourceChanged
 from legroom.formats.base_reader import (
     ArraySpec,
     BaseReader,
@@ -33,10 +32,9 @@ from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
 from legroom.formats.hdf5_find_datasets import DatasetSearch, ExternalFiles, FoundNode, dataset_names, readable
-from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of
+from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of, replaced_while_opened
 from legroom.formats.hdf5_types import StoredType, stored_type
 from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows
-from legroom.messages import say
 
 _MOST_ATTRIBUTE = 16 << 20  # a larger attribute is described, not read
 
@@ -172,7 +170,7 @@ class Hdf5Reader(BaseReader):
         file, chunks = self._raw_file(entry.dataset), self._chunked(spec.name)
         if chunks is None or file is None:
             return None
-        return slabs_of(chunks, file, entry.stored.file_dtype, spec, self.memory)
+        return slabs_of(chunks, file, entry.stored.file_dtype, spec)
 
     def _chunked(self, name: str) -> ChunkedDataset | None:
         if name not in self._chunks:
@@ -214,7 +212,7 @@ class Hdf5Reader(BaseReader):
             return
         chunks = self._chunked(spec.name)
         if chunks is not None and file is not None and entry.stored.file_dtype is not None:
-            read_chunks(chunks, file, entry.stored.file_dtype, out, progress, self.memory)
+            read_chunks(chunks, file, entry.stored.file_dtype, out, progress)
         else:
             with self.memory.take(self._decoding(spec), self._label(spec)):
                 self._read_slabs(entry, spec.name, out, progress)
@@ -250,10 +248,7 @@ class Hdf5Reader(BaseReader):
             self._raw_files[path] = file = SourceFile(path)
             theirs = descriptor(dataset.file)
             if theirs is not None and not os.path.samestat(os.fstat(file.fileno()), os.fstat(theirs)):
-                raise SourceChanged(
-                    say("{path} was replaced while it was being opened", path=file.path),
-                    fix=(say("try again when no process is replacing it"),),
-                )
+                raise replaced_while_opened(file.path)
         return self._raw_files[path]
 
     def descriptors(self) -> list[int]:
@@ -281,18 +276,14 @@ def _numpy_type(kind: Any) -> np.dtype[Any] | None:
 
 
 def _attribute(node: Any, name: str | bytes, kind: Any, dtype: np.dtype[Any] | None) -> Any:
+    from h5py import check_string_dtype
+
     # netCDF and MATLAB store references in attributes; they have no meaning outside the file.
-    if dtype is None or (dtype.hasobject and not _is_strings(dtype)):
+    if dtype is None or (dtype.hasobject and check_string_dtype(dtype) is None):
         return {"omitted": str(dtype or "unknown type"), "shape": list(kind.shape or ())}
     if prod(kind.shape or ()) * dtype.itemsize > _MOST_ATTRIBUTE:
         return {"omitted": str(dtype), "shape": list(kind.shape or ())}
     return as_json(node.attrs[name])
-
-
-def _is_strings(dtype: np.dtype[Any]) -> bool:
-    from h5py import check_string_dtype
-
-    return check_string_dtype(dtype) is not None
 
 
 def _same_file(one: Path, other: Path) -> bool:

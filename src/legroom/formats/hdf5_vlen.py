@@ -11,7 +11,7 @@ Not verified: attributes stored outside their object's header, as very many or v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, copy_raw, in_parallel, no_progress
-from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
+from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, has_fill_value, read_chunks
 from legroom.formats.hdf5_open import hdf5_errors
 from legroom.formats.hdf5_types import StoredType
 from legroom.messages import say
@@ -122,7 +122,7 @@ class VariableLengthRows:
         if offset is not None:
             copy_raw(file, offset, table, no_progress)
         elif chunks is not None:
-            read_chunks(chunks, file, _REFERENCE, table, no_progress, self._memory)
+            read_chunks(chunks, file, _REFERENCE, table, no_progress)
         else:
             return None
         table = table.reshape(-1)
@@ -150,7 +150,7 @@ class VariableLengthRows:
     def _storage(self) -> tuple[int | None, ChunkedDataset | None]:
         """Where the references are, contiguous or chunked; neither if h5py must read the rows."""
         dataset = self._dataset
-        indirect = dataset.is_virtual or dataset.external or _has_fill(dataset)
+        indirect = dataset.is_virtual or dataset.external or has_fill_value(dataset)
         if indirect or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
             return None, None
         return dataset.id.get_offset(), chunked(dataset, self._path, self._memory)
@@ -231,35 +231,20 @@ class VariableLengthRows:
 
     def _rows(self) -> Iterator[Any]:
         """Every row, read some megabytes at a time."""
-        dataset = self._dataset
-        read = _with_hdf5_errors(self._path, f"the rows of {self._name!r}")
         if self._shape == ():
-            yield read(lambda: dataset[()])
+            yield self._block(())
             return
         start, step = 0, 64
         while prod(self._shape) and start < self._shape[0]:
-            block = read(partial(dataset.__getitem__, slice(start, start + step))).reshape(-1)
+            block = self._block(slice(start, start + step)).reshape(-1)
             start += step
             size = sum(len(row) for row in block) * self._stored.dtype.itemsize + 64 * len(block)
             step = max(1, min(4 * step, step * PIECE // size))
             yield from block
 
-
-def _with_hdf5_errors(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
-    def read(call: Callable[[], Any]) -> Any:
-        with hdf5_errors(path, doing):
-            return call()
-
-    return read
-
-
-def _has_fill(dataset: Any) -> bool:
-    """Whether rows that were never written may be anything but empty."""
-    from h5py import h5d
-
-    # Not read: a fill value of variable length is itself a reference, which may be damaged.
-    defined = dataset.id.get_create_plist().fill_value_defined()
-    return bool(defined == h5d.FILL_VALUE_USER_DEFINED)
+    def _block(self, part: Any) -> Any:
+        with hdf5_errors(self._path, f"the rows of {self._name!r}"):
+            return self._dataset[part]
 
 
 class GlobalHeaps:

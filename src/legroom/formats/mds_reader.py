@@ -346,7 +346,7 @@ class _OpenedShard:
         self._shard, self._stored, self._stamp = shard, stored, stamp
         self._path = reader.path / stored.name
         self._compressed = stored is shard.compressed
-        self._verified = threading.Lock(), [False]
+        self._verifying, self._verified = threading.Lock(), False
         # Of the values of each selected column: positions in the decompressed shard, and one after the other.
         self.starts: dict[str, Array] = {}
         self.offsets: dict[str, Array] = {}
@@ -375,8 +375,6 @@ class _OpenedShard:
         counted.add(8 * count * len(selected))
         # Positions, lengths, and the numbers they are computed with.
         with self._memory.take(self.decoding + count * (60 + 4 * free), self._what), self._opened() as file:
-            if self._compressed:
-                self._verified[1][0] = True  # compared while it was decompressed
             positions = np.frombuffer(file.read_at(0, 4 * (count + 2)), "<u4").astype(np.int64)
             edges = positions[1:]
             if int(positions[0]) != count:
@@ -391,11 +389,11 @@ class _OpenedShard:
         lengths = np.empty((len(edges) - 1, free), _DTYPE)
         if lengths.size:
             offsets = np.arange(len(edges), dtype=np.int64) * (4 * free)
+            view, at = bytes_of(lengths), 0
+            # One after the other: the memory of one is counted.
             for slab in slabs_of_rows(
                 offsets, partial(gather_ranges, file, edges[:-1], offsets, UNLIMITED, self._what)
             ):
-                at = slab.start
-                view = bytes_of(lengths)
                 for part in slab.decode():
                     view[at : at + len(part)] = part
                     at += len(part)
@@ -464,7 +462,7 @@ class _OpenedShard:
                 yield file
                 return
             data = self._decompressed(file)
-        yield _InMemory(self._path, data)
+        yield _InMemory(data)
 
     def _decompressed(self, file: SourceFile) -> bytes:
         packed, size = file.read_at(0, file.size), self._shard.raw.nbytes
@@ -489,29 +487,26 @@ class _OpenedShard:
 
     def verify(self) -> None:
         """Compare a plain shard with the hashes in the index, once. A compressed one is compared when it is read."""
-        lock, done = self._verified
-        if done[0] or self._compressed:
+        if self._verified or self._compressed:
             return
-        with lock:
-            if not done[0]:
+        with self._verifying:
+            if not self._verified:
                 with FolderFile(self._root, self._stored.name, self._stamp) as file:
                     blocks = (file.read_at(at, min(_HASHED, file.size - at)) for at in range(0, file.size, _HASHED))
                     _compare_hashes(self._path, self._stored.hashes, blocks)
-                done[0] = True
+                self._verified = True
 
     def _damaged(self, why: str) -> LegroomError:
         return damaged(self._path, why)
 
 
 class _InMemory:
-    """A decompressed shard, read like a file."""
+    """A decompressed shard, read like a file; every position was compared with its size."""
 
-    def __init__(self, path: Path, data: bytes) -> None:
-        self.path, self.size, self._data = path, len(data), memoryview(data)
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
 
     def read_at(self, offset: int, count: int) -> memoryview:
-        if offset + count > self.size:
-            raise truncated(self.path, offset + count, self.size)
         return self._data[offset : offset + count]
 
 

@@ -217,15 +217,6 @@ def _chunk(column: dict[int, Any]) -> ColumnChunk:
     return ColumnChunk(entries, exact, start, column[7], size, column[1] == _BYTE_ARRAY)
 
 
-def page_header(data: bytes) -> tuple[dict[int, Any], int]:
-    """The fields of the page header at the start of ``data``, by number, and its length.
-
-    ValueError or IndexError if there is none, or if it is longer than ``data``.
-    """
-    reader = _Compact(data)
-    return reader.struct(0), reader.at
-
-
 @dataclass(frozen=True, slots=True)
 class Pages:
     """The largest dictionary and page of one column chunk, in bytes."""
@@ -276,7 +267,8 @@ def _header(file: SourceFile, at: int, end: int) -> tuple[dict[int, Any], int]:
     while True:
         data = file.read_at(at, min(size, end - at))
         try:
-            return page_header(data)
+            reader = _Compact(data)
+            return reader.struct(0), reader.at
         except (IndexError, ValueError):
             if len(data) < size or size >= _MOST_HEADER:
                 raise

@@ -103,12 +103,6 @@ def on_oom(
         smallest: The smallest micro-batch, in samples.
         cut: ``cut(batch, size)`` splits batches that are not nested tensors.
     """
-    if reduction not in ("mean", "sum"):
-        raise UsageError(
-            say("reduction must be 'mean' or 'sum' (got {reduction!r})", reduction=reduction),
-            why=say("the losses of micro-batches are weighted by it"),
-            fix=(say("pass 'mean' if the loss is a mean over samples, 'sum' if it is a sum"),),
-        )
     check_arguments(on_oom, locals())
     check_model(model, None)
     if not _is_ddp(model) and any(hasattr(model, name) for name in ("no_sync", "set_requires_gradient_sync")):
