@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
@@ -491,7 +491,7 @@ class FolderRoot:
 class FolderFile(SourceFile):
     """One file of a directory, opened through the directory's descriptor. It must have the stamp it was listed with."""
 
-    def __init__(self, root: FolderRoot, name: str, stamp: Sequence[int]) -> None:
+    def __init__(self, root: FolderRoot, name: str, stamp: bytes | bytearray) -> None:
         self.path = root.path / name
         self._arriving, self._lock = None, threading.Lock()
         try:
@@ -500,7 +500,7 @@ class FolderFile(SourceFile):
             raise root.gone(name, problem) from problem
         stats = os.fstat(fd)
         self.size = stats.st_size
-        if packed_stamp(stats) != pack_fields(*stamp):  # also where a directory is in its place
+        if packed_stamp(stats) != stamp:  # also where a directory is in its place
             os.close(fd)
             raise changed_while_read(self.path)
         self._file = os.fdopen(fd, "rb", buffering=0)

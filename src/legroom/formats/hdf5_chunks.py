@@ -94,7 +94,9 @@ def chunked(dataset: Any, path: Path, memory: DecodingMemory) -> ChunkedDataset 
     if not can_undo(filters) or (uneven and filters and all(one.code == SHUFFLE for one in filters)):
         return None
     # HDF5 before 1.14.4 returned chunk offsets that do not include the user block.
-    direct = dataset.file.userblock_size == 0
+    from h5py.version import hdf5_version_tuple
+
+    direct = dataset.file.userblock_size == 0 or hdf5_version_tuple >= (1, 14, 4)
     return ChunkedDataset(dataset, path, dataset.shape, dataset.chunks, filters, direct, memory)
 
 

@@ -20,15 +20,7 @@ import numpy as np
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.detect import NAMES_READ, is_folder, names_in, not_a_dataset
-from legroom.formats.file_reads_and_errors import (
-    STAMP_BYTES,
-    FolderFile,
-    FolderRoot,
-    are_among,
-    packed_stamp,
-    sizes_in,
-    unpacked_stamp,
-)
+from legroom.formats.file_reads_and_errors import STAMP_BYTES, FolderFile, FolderRoot, are_among, packed_stamp, sizes_in
 from legroom.formats.fill_arrays import Array
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
@@ -225,7 +217,8 @@ class ImageFolderReader(SlabReader):
 
     def _file_bytes(self, row: int, begin: int, length: int) -> Iterator[memoryview]:
         path = bytes(self._paths[self._path_offsets[row] : self._path_offsets[row + 1]]).decode()
-        with FolderFile(self._root, path, unpacked_stamp(self._stamps, row)) as file:
+        stamp = self._stamps[row * STAMP_BYTES : (row + 1) * STAMP_BYTES]
+        with FolderFile(self._root, path, stamp) as file:
             for at in range(begin, begin + length, _READ):
                 yield memoryview(file.read_at(at, min(_READ, begin + length - at)))
 

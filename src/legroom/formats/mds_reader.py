@@ -34,7 +34,6 @@ from legroom.formats.file_reads_and_errors import (
     damaged,
     packed_stamp,
     truncated,
-    unpacked_stamp,
 )
 from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of
 from legroom.formats.gather_byte_ranges import (
@@ -246,8 +245,7 @@ class MdsReader(SlabReader):
         stats = self._root.stat(INDEX)
         if stats.st_size > MOST_INDEX:
             raise damaged(path, f"it has {stats.st_size} bytes")
-        self._stamps += packed_stamp(stats)
-        stamp = unpacked_stamp(self._stamps, 0)
+        self._stamps += (stamp := packed_stamp(stats))
         with self.memory.take(_PARSED * stats.st_size, str(path)), FolderFile(self._root, INDEX, stamp) as file:
             return parse_index(path, file.read_at(0, file.size))
 
@@ -263,8 +261,8 @@ class MdsReader(SlabReader):
                 self.path / stored.name, f"it has {stats.st_size} bytes, but the index states {stored.nbytes}"
             )
         counted.add(1000)
-        self._stamps += packed_stamp(stats)
-        opened = _OpenedShard(self, shard, stored, unpacked_stamp(packed_stamp(stats), 0))
+        self._stamps += (stamp := packed_stamp(stats))
+        opened = _OpenedShard(self, shard, stored, stamp)
         opened.find_values(columns, set(self._columns), counted)
         return opened
 
@@ -341,7 +339,7 @@ def _specs(column: Column, rows: int, nbytes: int) -> list[ArraySpec]:
 class _OpenedShard:
     """One shard: where the values of its samples are."""
 
-    def __init__(self, reader: MdsReader, shard: MdsShard, stored: ShardFile, stamp: tuple[int, ...]) -> None:
+    def __init__(self, reader: MdsReader, shard: MdsShard, stored: ShardFile, stamp: bytes) -> None:
         self._root, self._memory = reader._root, reader.memory
         self._shard, self._stored, self._stamp = shard, stored, stamp
         self._path = reader.path / stored.name
@@ -358,10 +356,6 @@ class _OpenedShard:
         whole = 2 * self._shard.raw.nbytes + self._stored.nbytes if self._compressed else 0
         return whole + SLAB_MEMORY
 
-    @property
-    def _what(self) -> str:
-        return str(self._path)
-
     def nbytes_of(self, column: Column) -> int:
         """Bytes of a column."""
         return int(self.offsets[column.name][-1])
@@ -370,17 +364,17 @@ class _OpenedShard:
         """Read the samples' positions and the lengths of their values."""
         count, size = self._shard.samples, self._shard.raw.nbytes
         if 4 * (count + 2) > size:
-            raise self._damaged(f"the index states {count} samples, more than it can hold")
+            raise damaged(self._path, f"the index states {count} samples, more than it can hold")
         free = sum(column.size is None for column in columns)
         counted.add(8 * count * len(selected))
         # Positions, lengths, and the numbers they are computed with.
-        with self._memory.take(self.decoding + count * (60 + 4 * free), self._what), self._opened() as file:
+        with self._memory.take(self.decoding + count * (60 + 4 * free), str(self._path)), self._opened() as file:
             positions = np.frombuffer(file.read_at(0, 4 * (count + 2)), "<u4").astype(np.int64)
             edges = positions[1:]
             if int(positions[0]) != count:
-                raise self._damaged(f"it has {int(positions[0])} samples, the index states {count}")
+                raise damaged(self._path, f"it has {int(positions[0])} samples, the index states {count}")
             if int(edges[0]) < 4 * (count + 2) or int(edges[-1]) != size or bool((np.diff(edges) < 4 * free).any()):
-                raise self._damaged("the positions of its samples are invalid")
+                raise damaged(self._path, "the positions of its samples are invalid")
             lengths = self._read_lengths(file, edges, free)
             self._find_starts(columns, selected, edges, lengths)
 
@@ -392,7 +386,7 @@ class _OpenedShard:
             view, at = bytes_of(lengths), 0
             # One after the other: the memory of one is counted.
             for slab in slabs_of_rows(
-                offsets, partial(gather_ranges, file, edges[:-1], offsets, UNLIMITED, self._what)
+                offsets, partial(gather_ranges, file, edges[:-1], offsets, UNLIMITED, str(self._path))
             ):
                 for part in slab.decode():
                     view[at : at + len(part)] = part
@@ -412,7 +406,7 @@ class _OpenedShard:
         wrong = np.flatnonzero(at != edges[1:])
         if len(wrong):
             row = int(wrong[0])
-            raise self._damaged(
+            raise damaged(self._path,
                 f"the values of sample {row} end at byte {at[row]}, the sample at byte {edges[row + 1]}"
             )  # fmt: skip
 
@@ -420,7 +414,7 @@ class _OpenedShard:
         size, count = self._shard.raw.nbytes, self._shard.samples
         total = int(lengths.sum(dtype=np.int64)) if lengths is not None else count * (column.size or 0)
         if total > size:
-            raise self._damaged(f"the values of column {column.name!r} are longer than the shard")
+            raise damaged(self._path, f"the values of column {column.name!r} are longer than the shard")
         offsets = self.offsets[column.name] = np.zeros(count + 1, _DTYPE)
         np.cumsum(lengths if lengths is not None else np.full(count, column.size, _DTYPE), out=offsets[1:])
 
@@ -472,16 +466,16 @@ class _OpenedShard:
                 stream = zlib.decompressobj(wbits=31)
                 data = stream.decompress(packed, size + 1)
                 if not stream.eof or stream.unused_data:
-                    raise self._damaged(f"it does not decompress to the {size} bytes of the index")
+                    raise damaged(self._path, f"it does not decompress to the {size} bytes of the index")
             else:
                 arrow = require("pyarrow", "parquet", phrase("shards compressed with zstd"))
                 data = arrow.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True)
         except LegroomError:
             raise
         except Exception as problem:  # zlib.error, OSError and ValueError of pyarrow
-            raise self._damaged(str(problem)) from problem
+            raise damaged(self._path, str(problem)) from problem
         if len(data) != size:
-            raise self._damaged(f"it does not decompress to the {size} bytes of the index")
+            raise damaged(self._path, f"it does not decompress to the {size} bytes of the index")
         _compare_hashes(self._path, self._shard.raw.hashes, [data])
         return data
 
@@ -495,9 +489,6 @@ class _OpenedShard:
                     blocks = (file.read_at(at, min(_HASHED, file.size - at)) for at in range(0, file.size, _HASHED))
                     _compare_hashes(self._path, self._stored.hashes, blocks)
                 self._verified = True
-
-    def _damaged(self, why: str) -> LegroomError:
-        return damaged(self._path, why)
 
 
 class _InMemory:

@@ -74,7 +74,7 @@ def find_batch_size(
         device: The GPU; None is the current one, or the CPU if there is none.
         keep: Models and optimizers whose state is restored afterwards: trials are real steps and train.
     """
-    check_arguments(find_batch_size, locals(), ("step", "isolate"))
+    check_arguments(find_batch_size, locals())
     _check(step, isolate, margin, max_batch, effective_batch, keep)
     ranks = RankConsensus()
     ranks.require_equal(
@@ -115,9 +115,7 @@ def _check(
     wrong = None
     if (step is None) == (isolate is None):
         wrong = say("exactly one of step and isolate='module:factory' is needed")
-    elif isolate is None and not callable(step):
-        wrong = say("step is not callable (got {kind})", kind=type(step).__name__)
-    elif isolate is not None and not (isinstance(isolate, str) and all(isolate.partition(":"))):
+    elif isolate is not None and not all(isolate.partition(":")):
         wrong = say("isolate must have the form 'module:factory' (got {isolate!r})", isolate=isolate)
     elif not 0 <= margin < 1:
         wrong = say("margin must be at least 0 and below 1 (got {margin})", margin=margin)
