@@ -37,7 +37,7 @@ ALLOWED = {
     "records/loader_settings_and_flags.py: micro_batch_size": "names of options of training scripts",
     "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/base_reader.py: \x00 of \x00 is a": "misuse of a reader, by a developer",
-    "formats/base_reader.py: cannot read \x00 into": "misuse of a reader, by a developer",
+    "formats/fill_arrays.py: cannot read \x00 into": "misuse of a reader, by a developer",
     "formats/plugin_formats.py": "what the developer of a package did wrong",
     "formats/unsupported_file_types.py: import numpy, scipy": "Python code, the same in every language",
     "testing.py": "for developers of readers",

@@ -32,7 +32,7 @@ import numpy as np
 from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile
-from legroom.formats.fill_arrays import PIECE, Array, Progress, no_progress
+from legroom.formats.fill_arrays import PIECE, Progress, check_out, no_progress
 from legroom.messages import listed, say, shown
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -212,7 +212,8 @@ class BaseReader:
 
     def describe(self) -> Description:
         """Describe the file. Reads no data except the lengths of ragged rows."""
-        self._require_open()
+        if self._closed:
+            raise ValueError(f"{self.path} was closed")
         if self._description is None:
             with self._library_errors(None):
                 found = self._describe()
@@ -331,10 +332,6 @@ class BaseReader:
                 fix=(say("check the file"), say("load only what you need: keys=[…]")),
             )
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError(f"{self.path} was closed")
-
 
 class FileReader(BaseReader):
     """A reader of one file, which stays open as long as the reader."""
@@ -365,17 +362,6 @@ def _is_unicode(name: str) -> bool:
 def what_is_read(name: str | None) -> str:
     """The item in words, for an error."""
     return "its contents" if name is None else repr(name)
-
-
-def check_out(spec: ArraySpec, out: Array) -> None:
-    """Refuse a buffer that does not match the spec."""
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"cannot read {spec.name!r} into a {type(out).__name__}: a numpy array is needed")
-    if out.shape != spec.shape or out.dtype != spec.dtype:
-        has, needed = f"{out.shape} {out.dtype}", f"{spec.shape} {spec.dtype}"
-        raise ValueError(f"cannot read {spec.name!r} into an array of {has}: {needed} is needed")
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"cannot read {spec.name!r} into an array that is read-only or not C-contiguous")
 
 
 def as_json(value: object) -> Any:
@@ -431,10 +417,8 @@ class Selection:
     """The selected keys; None selects everything."""
 
     def __init__(self, keys: str | Iterable[str] | None = None) -> None:
-        self._covering: frozenset[str] = frozenset()  # a name is taken if it, or a group above it, is one of these
-        self._above: frozenset[str] = frozenset()  # the groups above the keys
+        self.keys: tuple[str, ...] | None = None
         if keys is None:
-            self.keys: tuple[str, ...] | None = None
             return
         given = (keys,) if isinstance(keys, str) else tuple(keys) if isinstance(keys, Iterable) else ()
         if not given or not all(isinstance(key, str) for key in given):
@@ -444,6 +428,7 @@ class Selection:
                 fix=(say("omit keys= to load everything"),),
             )
         self.keys = given
+        # A name is taken if it, or a group above it, is one of these; a group is entered if it is above a key.
         self._covering = frozenset(one for key in given for one in (key, key.strip("/")))
         self._above = frozenset(group for key in given for group in _groups(key.strip("/")))
 
@@ -463,7 +448,7 @@ class Selection:
         # A column with the table's name takes precedence over the table.
         if table not in every and self.takes(table):
             return every
-        below = [key for key in self.keys if not _covers(key, table)]
+        below = [key for key in self.keys if not Selection(key).takes(table)]
         inner = Selection(below) if below else None
         return [name for name in every if self.takes(name) or (inner is not None and inner.takes(f"{table}/{name}"))]
 
@@ -475,16 +460,10 @@ class Selection:
 
     def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
         """Refuse a key that matches no selected item; ``every`` is listed in the error."""
-        if self.keys is None:
-            return
-        covering = {one for name in taken for one in (name, *_groups(name))}
-        for key in self.keys:
+        covering = {one for name in taken for one in (name, *_groups(name))} if self.keys else ()
+        for key in self.keys or ():
             if key not in covering and key.strip("/") not in covering:
                 raise missing_key(key, every, where)
-
-
-def _covers(key: str, name: str) -> bool:
-    return Selection(key).takes(name)
 
 
 def _groups(name: str) -> list[str]:

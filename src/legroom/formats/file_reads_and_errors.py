@@ -24,7 +24,7 @@ import numpy as np
 
 from legroom.errors import DamagedSource, SourceChanged, UnreadableSource
 from legroom.messages import harmless, joined, say
-from legroom.system.lazy_and_optional_imports import lazy_import
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.units import format_size
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def arriving_bytes(path: Path) -> memoryview | None:
 def make_room_for_files(count: int) -> None:
     """Raise this process's soft limit of open files, often 1024, where that many readers would not fit below it."""
     try:
-        import resource
+        with import_lock:
+            import resource
     except ImportError:  # Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
