@@ -19,9 +19,13 @@ PO = Path(__file__).parents[2] / "po"
 SOURCE = PO.parent / "src" / "legroom"
 _FIELD = "\0"  # a field of an f-string: no word
 _SENTENCE = re.compile(r"(?<![\w&|(\[])(?:[A-Za-z][a-z']*[,;:]? ){3}[a-z']+(?![\w(])")
-# For developers, not for users: plain exceptions, and the detail of a file that its own checksum or schema rules out.
+# For developers, not for users: plain exceptions, and the detail of a file that its own checksum, schema or format rules
+# out.
 _FOR_PROGRAMMERS = frozenset(
-    {"AttributeError", "AssertionError", "NotImplementedError", "ValueError", "InvalidRecord", "add_argument"}
+    {
+        *("AttributeError", "AssertionError", "NotImplementedError", "ValueError", "InvalidRecord", "add_argument"),
+        *("damaged", "_damaged", "hdf5_errors", "arrow_errors", "_zarr_errors"),
+    }
 )
 
 # A file, or a file and how a literal in it begins; and why that is no sentence of ours to translate.
@@ -33,7 +37,7 @@ ALLOWED = {
     "records/loader_settings_and_flags.py: micro_batch_size": "names of options of training scripts",
     "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/base_reader.py: \x00 of \x00 is a": "misuse of a reader, by a developer",
-    "formats/base_reader.py: cannot read \x00 into": "misuse of a reader, by a developer",
+    "formats/fill_arrays.py: cannot read \x00 into": "misuse of a reader, by a developer",
     "formats/plugin_formats.py": "what the developer of a package did wrong",
     "formats/unsupported_file_types.py: import numpy, scipy": "Python code, the same in every language",
     "testing.py": "for developers of readers",

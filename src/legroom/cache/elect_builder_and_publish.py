@@ -76,6 +76,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import make_room_for_files
 from legroom.messages import say
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
@@ -201,6 +202,7 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
             source = fetched.source
         paths = [file_of(source, path) for path in asked.source.paths]
         request = asked.request
+        make_room_for_files(len(paths))
         readers = [stack.enter_context(open_source(path, request.keys, memory, request.dtype)) for path in paths]
         descriptions = [reader.describe() for reader in readers]
         planned = plan_files(descriptions, asked.source.paths)

@@ -46,6 +46,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import make_room_for_files
 from legroom.messages import joined, listed, say, shown
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import process_at
@@ -180,6 +181,7 @@ def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
         return source
     with ExitStack() as stack:
         options = manifest.options
+        make_room_for_files(len(paths))
         readers = [stack.enter_context(open_source(Path(path), options.keys, dtype=options.dtype)) for path in paths]
         source = source_stamps_and_digests.with_referenced_files(source, [reader.describe() for reader in readers])
         source_stamps_and_digests.require_stamped(source, readers)

@@ -22,7 +22,7 @@ from legroom.cache.write_entry_files import check_source_checksum
 from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
 from legroom.formats.detect import open_source
-from legroom.formats.file_reads_and_errors import arriving
+from legroom.formats.file_reads_and_errors import arriving, make_room_for_files
 from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records.cache_entry import Entry
@@ -47,6 +47,7 @@ def in_process(
     with _named_by_their_urls(downloads), ExitStack() as stack:
         memory = decoding_memory()
         local = [_local(path, keys, stack, downloads) for path in paths]
+        make_room_for_files(len(local))
         readers = [stack.enter_context(open_source(path, keys, memory, dtype)) for path in local]
         planned = plan_files([reader.describe() for reader in readers], paths)
         done = 0

@@ -54,21 +54,7 @@ if TYPE_CHECKING:
     from legroom.formats.fill_arrays import copy_raw
     from legroom.formats.table_reader import TableReader
 
-_HOMES = {
-    "ArraySpec": "base_reader",
-    "BaseReader": "base_reader",
-    "Candidate": "base_reader",
-    "Description": "base_reader",
-    "Extent": "base_reader",
-    "Format": "base_reader",
-    "Selection": "base_reader",
-    "Slab": "base_reader",
-    "SourceFile": "file_reads_and_errors",
-    "TableReader": "table_reader",
-    "TableSpec": "base_reader",
-    "copy_raw": "fill_arrays",
-    "damaged": "file_reads_and_errors",
-}
+_HOMES = ("base_reader", "file_reads_and_errors", "fill_arrays", "table_reader")
 __all__ = [
     "ArraySpec",
     "BaseReader",
@@ -87,11 +73,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'legroom.formats' has no attribute {name!r}")
     from legroom.system.lazy_and_optional_imports import lazy_import
 
-    value = globals()[name] = getattr(lazy_import(f"legroom.formats.{_HOMES[name]}"), name)
+    modules = (lazy_import(f"legroom.formats.{home}") for home in _HOMES)
+    value = globals()[name] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value
 
 

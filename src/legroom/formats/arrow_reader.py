@@ -54,7 +54,7 @@ class ArrowReader(TableReader):
 
     def _source(self) -> Any:
         """pyarrow's reader on a file of its own, closed with it."""
-        with arrow_errors(self.path, say("its schema")):
+        with arrow_errors(self.path, "its schema"):
             file = self._arrow.OSFile(self._file.alias, "rb")
             opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
             return opener(file)
@@ -70,7 +70,7 @@ class ArrowReader(TableReader):
             )
         largest = max((batch.decoding for batch in layout.batches), default=0)
         self._memory_needed = largest + sum(batch.decoding for batch in layout.dictionaries)
-        with arrow_errors(self.path, say("its schema")):
+        with arrow_errors(self.path, "its schema"):
             spec = self._spec(self._schema(), layout.rows, self._bound(layout))
         name = "arrow" if self._is_file else "arrow-stream"
         return Description(name, (spec,), dict(spec.attributes), (self.path,))
@@ -104,7 +104,7 @@ class ArrowReader(TableReader):
     def _batches(self) -> Iterator[Any]:
         with self._source() as source:
             for index in range(source.num_record_batches) if self._is_file else iter(int, 1):
-                with arrow_errors(self.path, say("its batches")):
+                with arrow_errors(self.path, "its batches"):
                     if self._is_file:
                         batch = source.get_batch(index)
                     else:
@@ -142,7 +142,6 @@ class IpcLayout:
     batches: list[BatchSizes] = field(default_factory=list)
     dictionaries: list[BatchSizes] = field(default_factory=list)
     replaced: bool = False  # a later message replaces a dictionary
-    schema: int = 0  # bytes of the schema's message
 
     @property
     def rows(self) -> int:
@@ -154,20 +153,17 @@ def read_layout(file: SourceFile) -> IpcLayout:
     layout = IpcLayout()
     known: set[int] = set()
     try:
-        for kind, header, body in _messages(file):
-            if kind.kind == _RECORDS:
-                layout.batches.append(_batch(file, header, kind.header, body))
-            elif kind.kind == _DICTIONARY:
-                table = kind.header
+        for kind, table, header, body in _messages(file):
+            if kind == _RECORDS:
+                layout.batches.append(_batch(file, header, table, body))
+            elif kind == _DICTIONARY:
                 number = table.number(0, "<q", 0)
                 if not table.number(2, "<B", 0) and number in known:
                     layout.replaced = True
                 known.add(number)
                 layout.dictionaries.append(_batch(file, header, table.table(1), body))
-            else:
-                layout.schema = max(layout.schema, header)
     except (struct.error, IndexError, ValueError) as problem:
-        raise damaged(file.path, say("an Arrow message: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"an Arrow message: {problem}") from problem
     return layout
 
 
@@ -212,20 +208,14 @@ class _FlatTable:
         return [struct.unpack_from("<qq", self.data, start + 4 + 16 * i) for i in range(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    kind: int
-    header: _FlatTable
-
-
 def _unpack(form: str, data: bytes, at: int) -> int:
     if at < 0:
         raise ValueError("a negative offset")
     return int(struct.unpack_from(form, data, at)[0])
 
 
-def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
-    """(message, bytes of its header, offset of its body) up to the end marker or the end of the file."""
+def _messages(file: SourceFile) -> Iterator[tuple[int, _FlatTable, int, int]]:
+    """(kind, table, bytes of its header, offset of its body) up to the end marker or the end of the file."""
     at = 8 if file.size >= 8 and file.read_at(0, 8) == _MAGIC else 0
     while at + 4 <= file.size:
         length = int.from_bytes(file.read_at(at, 4), "little")
@@ -244,7 +234,7 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
             raise ValueError(f"invalid body length: {body} bytes")
         at += length
         file.require(at, body)
-        yield _Message(root.number(1, "<B", 0), root.table(2)), length + 8, at
+        yield root.number(1, "<B", 0), root.table(2), length + 8, at
         at += body
 
 

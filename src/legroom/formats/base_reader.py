@@ -32,7 +32,7 @@ import numpy as np
 from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile
-from legroom.formats.fill_arrays import PIECE, Array, Progress, no_progress
+from legroom.formats.fill_arrays import PIECE, Progress, check_out, no_progress
 from legroom.messages import listed, say, shown
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -183,7 +183,7 @@ class BaseReader:
         raise NotImplementedError
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
-        raise NotImplementedError
+        return None
 
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         return None
@@ -212,7 +212,8 @@ class BaseReader:
 
     def describe(self) -> Description:
         """Describe the file. Reads no data except the lengths of ragged rows."""
-        self._require_open()
+        if self._closed:
+            raise ValueError(f"{self.path} was closed")
         if self._description is None:
             with self._library_errors(None):
                 found = self._describe()
@@ -331,9 +332,23 @@ class BaseReader:
                 fix=(say("check the file"), say("load only what you need: keys=[…]")),
             )
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError(f"{self.path} was closed")
+
+class FileReader(BaseReader):
+    """A reader of one file, which stays open as long as the reader."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._file = SourceFile(self._file_path(path))
+
+    def _file_path(self, path: Path) -> Path:
+        return path
+
+    def descriptors(self) -> Sequence[int]:
+        """File descriptor of the file."""
+        return [self._file.fileno()]
+
+    def _close(self) -> None:
+        self._file.close()
 
 
 def _is_unicode(name: str) -> bool:
@@ -346,18 +361,7 @@ def _is_unicode(name: str) -> bool:
 
 def what_is_read(name: str | None) -> str:
     """The item in words, for an error."""
-    return say("its contents") if name is None else repr(name)
-
-
-def check_out(spec: ArraySpec, out: Array) -> None:
-    """Refuse a buffer that does not match the spec."""
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"cannot read {spec.name!r} into a {type(out).__name__}: a numpy array is needed")
-    if out.shape != spec.shape or out.dtype != spec.dtype:
-        has, needed = f"{out.shape} {out.dtype}", f"{spec.shape} {spec.dtype}"
-        raise ValueError(f"cannot read {spec.name!r} into an array of {has}: {needed} is needed")
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"cannot read {spec.name!r} into an array that is read-only or not C-contiguous")
+    return "its contents" if name is None else repr(name)
 
 
 def as_json(value: object) -> Any:
@@ -413,8 +417,8 @@ class Selection:
     """The selected keys; None selects everything."""
 
     def __init__(self, keys: str | Iterable[str] | None = None) -> None:
+        self.keys: tuple[str, ...] | None = None
         if keys is None:
-            self.keys: tuple[str, ...] | None = None
             return
         given = (keys,) if isinstance(keys, str) else tuple(keys) if isinstance(keys, Iterable) else ()
         if not given or not all(isinstance(key, str) for key in given):
@@ -424,16 +428,17 @@ class Selection:
                 fix=(say("omit keys= to load everything"),),
             )
         self.keys = given
+        # A name is taken if it, or a group above it, is one of these; a group is entered if it is above a key.
+        self._covering = frozenset(one for key in given for one in (key, key.strip("/")))
+        self._above = frozenset(group for key in given for group in _groups(key.strip("/")))
 
     def takes(self, name: str) -> bool:
         """Whether that item is selected, by its own name or by a group above it."""
-        return self.keys is None or any(_covers(key, name) for key in self.keys)
+        return self.keys is None or name in self._covering or any(one in self._covering for one in _groups(name))
 
     def enters(self, group: str) -> bool:
         """Whether an item below that group may be selected."""
-        if self.keys is None or self.takes(group):
-            return True
-        return any(key.strip("/").startswith(group + "/") for key in self.keys)
+        return self.takes(group) or group in self._above
 
     def columns(self, table: str, names: Iterable[str]) -> list[str]:
         """The selected columns of a table: ``column``, ``table/column``, or all by the table's name."""
@@ -443,19 +448,27 @@ class Selection:
         # A column with the table's name takes precedence over the table.
         if table not in every and self.takes(table):
             return every
-        below = [key for key in self.keys if not _covers(key, table)]
-        return [name for name in every if self.takes(name) or any(_covers(key, f"{table}/{name}") for key in below)]
+        below = [key for key in self.keys if not Selection(key).takes(table)]
+        inner = Selection(below) if below else None
+        return [name for name in every if self.takes(name) or (inner is not None and inner.takes(f"{table}/{name}"))]
+
+    def choose(self, names: Sequence[str], where: object) -> list[str]:
+        """The selected names. Refuses a key that matches none."""
+        taken = [name for name in names if self.takes(name)]
+        self.check(taken, names, where)
+        return taken
 
     def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
         """Refuse a key that matches no selected item; ``every`` is listed in the error."""
+        covering = {one for name in taken for one in (name, *_groups(name))} if self.keys else ()
         for key in self.keys or ():
-            if not any(_covers(key, name) for name in taken):
+            if key not in covering and key.strip("/") not in covering:
                 raise missing_key(key, every, where)
 
 
-def _covers(key: str, name: str) -> bool:
-    bare = key.strip("/")
-    return name in (key, bare) or not bare or name.startswith((bare + "/", key + "/"))
+def _groups(name: str) -> list[str]:
+    """The groups above a name, "" for all of the file."""
+    return ["", *(name[:at] for at, letter in enumerate(name) if letter == "/")]
 
 
 def column_names(table: str, columns: Iterable[str]) -> list[str]:

@@ -44,7 +44,15 @@ def _whole() -> tuple[Whole, type[Exception]]:
         import deflate
     except ImportError:
         module = zlib_module()
-        return lambda packed, size: module.decompress(packed, bufsize=size), module.error
+
+        def decompress(packed: Bytes, size: int) -> bytes:
+            stream = module.decompressobj()
+            plain: bytes = stream.decompress(packed, size + 1)  # one more shows that it has more than it should
+            if not stream.eof and len(plain) <= size:
+                raise ValueError(f"the {len(packed)} compressed bytes end before their data do")
+            return plain
+
+        return decompress, module.error
     return deflate.zlib_decompress, deflate.DeflateError
 
 

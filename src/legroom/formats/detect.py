@@ -8,6 +8,7 @@ are refused. A directory is recognized by a few names, since it may be large.
 from __future__ import annotations
 
 import os
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -73,7 +74,20 @@ def _is_tar(one: Candidate) -> bool:
 def _is_arrow_stream(one: Candidate) -> bool:
     """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message."""
     length = int.from_bytes(one.head[4:8], "little")
-    return one.head.startswith(b"\xff\xff\xff\xff") and 0 < length < 1 << 28 and length % 8 == 0
+    if not one.head.startswith(b"\xff\xff\xff\xff") or not 0 < length < 1 << 28 or length % 8:
+        return False
+    # Tokens may be those numbers too, but hardly a message: its root is a table in it, with its fields before it.
+    return one.dtype is None or _is_message(one.head[8:])
+
+
+def _is_message(flat: bytes) -> bool:
+    """Whether a flatbuffer begins like the message of a schema: its version, its type, and no body."""
+    root = int.from_bytes(flat[:4], "little")
+    fields = root - int.from_bytes(flat[root : root + 4], "little", signed=True)
+    if not 4 <= fields <= len(flat) - 10 or root + 4 > len(flat):
+        return False
+    size, own, version, kind = struct.unpack_from("<4H", flat, fields)
+    return size >= 8 and own >= 8 and max(version, kind) < own and flat[root + kind : root + kind + 1] == b"\1"
 
 
 def _is_safetensors(one: Candidate) -> bool:
@@ -345,6 +359,7 @@ def refuse_other_data(path: Path, kind: str) -> None:
     names = names_in(path)
     others = [f"*{ending}" for ending in _data_endings(names)]
     images = lazy_import("legroom.formats.image_folder_reader")
+    others += [name for name in sorted(names) if images.is_image(name)][:1]
     others += [os.path.join(name, "") for name in images.folders_with_images(path, names)]
     if not others:
         return
@@ -439,10 +454,18 @@ def not_a_dataset(path: Path, why: str, *fix: str) -> UnreadableSource:
     return UnreadableSource(say("cannot read {path}", path=path), why=why, fix=fix)
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a directory; no for a link in a loop, and for one that may not be followed, as in os.walk."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def names_in(path: Path) -> dict[str, bool]:
     """The first names in a directory, and whether each is a directory."""
     try:
         with os.scandir(path) as found:
-            return {one.name: one.is_dir() for one in islice(found, NAMES_READ)}
+            return {one.name: is_folder(one) for one in islice(found, NAMES_READ)}
     except OSError as problem:
         raise unreadable(path, problem) from problem

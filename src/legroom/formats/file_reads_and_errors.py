@@ -15,21 +15,23 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 import numpy as np
 
 from legroom.errors import DamagedSource, SourceChanged, UnreadableSource
-from legroom.messages import joined, say
-from legroom.system.lazy_and_optional_imports import lazy_import
+from legroom.messages import harmless, joined, say
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.units import format_size
 
 if TYPE_CHECKING:
     from legroom.formats.fill_arrays import Array
 
+_FILES_OF_READER = 2  # open at once: by HDF5 and by us
+_FILES_BESIDE = 512  # of the rest of the program
 _MOST_AT_ONCE = 1 << 30  # macOS refuses reads of 2 GB and more
 
 
@@ -79,6 +81,21 @@ def arriving_bytes(path: Path) -> memoryview | None:
     """The bytes of a file that is being downloaded, without a copy, where that can be. Wait for each before its use."""
     by = _arriving.get(path) if _arriving else None
     return by.mapped() if by is not None else None
+
+
+def make_room_for_files(count: int) -> None:
+    """Raise this process's soft limit of open files, often 1024, where that many readers would not fit below it."""
+    try:
+        with import_lock:
+            import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_OF_READER * count + _FILES_BESIDE
+    needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        with suppress(OSError, ValueError):  # refused: opening the files reports it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class SourceFile:
@@ -290,6 +307,9 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
             fix=(say("check its permissions:\nls -l {path}", path=path), say("ask its owner for read permission")),
         )
     reason = getattr(problem, "strerror", None) or str(problem)
+    if getattr(problem, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        fix = say("close unused files, or raise the limit of open files:\nulimit -n 65536")
+        return UnreadableSource(what, why=reason, fix=(fix,))
     return UnreadableSource(what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=path),))
 
 
@@ -345,9 +365,12 @@ def changed_while_read(path: object) -> SourceChanged:
 
 
 def damaged(path: Path, why: str) -> DamagedSource:
-    """The error for a file that violates its format."""
+    """The error for a file that violates its format.
+
+    ``why`` names the rule that it violates: plain English, for those who know the format.
+    """
     fix = say("copy or download the file again, or recreate it")
-    return _damage(path, say("{path} is damaged", path=path), why, fix)
+    return _damage(path, say("{path} is damaged", path=path), harmless(why), fix)
 
 
 def _damage(path: Path, what: str, why: str, fix: str) -> DamagedSource:
@@ -469,16 +492,16 @@ class FolderRoot:
 class FolderFile(SourceFile):
     """One file of a directory, opened through the directory's descriptor. It must have the stamp it was listed with."""
 
-    def __init__(self, root: FolderRoot, name: str, stamp: Sequence[int]) -> None:
+    def __init__(self, root: FolderRoot, name: str, stamp: bytes | bytearray) -> None:
         self.path = root.path / name
         self._arriving, self._lock = None, threading.Lock()
         try:
             fd = os.open(name, _FILE, dir_fd=root.fd)
         except OSError as problem:
             raise root.gone(name, problem) from problem
-        self._file = os.fdopen(fd, "rb", buffering=0)
         stats = os.fstat(fd)
         self.size = stats.st_size
-        if packed_stamp(stats) != pack_fields(*stamp):
-            self._file.close()
+        if packed_stamp(stats) != stamp:  # also where a directory is in its place
+            os.close(fd)
             raise changed_while_read(self.path)
+        self._file = os.fdopen(fd, "rb", buffering=0)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
+
+if TYPE_CHECKING:
+    from legroom.formats.base_reader import ArraySpec
 
 PIECE = 8 << 20
 _MOST_THREADS = 8  # measured on 16 cores: more threads were slower for chunks that inflate fast
@@ -33,6 +36,17 @@ def bytes_of(out: Array) -> memoryview:
     if out.nbytes == 0:
         return memoryview(bytearray())
     return out.reshape(-1).view(np.uint8).data
+
+
+def check_out(spec: ArraySpec, out: Array) -> None:
+    """Refuse a buffer that does not match the spec."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"cannot read {spec.name!r} into a {type(out).__name__}: a numpy array is needed")
+    if out.shape != spec.shape or out.dtype != spec.dtype:
+        has, needed = f"{out.shape} {out.dtype}", f"{spec.shape} {spec.dtype}"
+        raise ValueError(f"cannot read {spec.name!r} into an array of {has}: {needed} is needed")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"cannot read {spec.name!r} into an array that is read-only or not C-contiguous")
 
 
 def threads() -> int:

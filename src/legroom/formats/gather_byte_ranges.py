@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from legroom.formats.base_reader import ArraySpec, Slab
+from legroom.formats.base_reader import ArraySpec, BaseReader, Slab, TableSpec
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, in_parallel
 
@@ -120,3 +120,25 @@ def read_slabs(slabs: Sequence[Slab], out: Array, progress: Progress) -> None:
 
     progress(0)
     in_parallel((partial(fill, slab) for slab in slabs), progress)
+
+
+class SlabReader(BaseReader):
+    """A reader of ragged arrays that come in slabs; ``_small`` gives the other arrays, which are in memory."""
+
+    _accounts_memory = True
+    _slab_memory = SLAB_MEMORY
+
+    def _small(self, spec: ArraySpec) -> Array:
+        raise NotImplementedError
+
+    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
+        slabs = self._slabs(spec)
+        if slabs is not None:
+            read_slabs(slabs, out, progress)
+            return
+        out[...] = self._small(spec)
+        progress(out.nbytes)
+
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        assert isinstance(spec, ArraySpec)
+        return self._slab_memory if self._slabs(spec) is not None else 0

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from legroom.formats.base_reader import ArraySpec, Slab
-from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of, in_parallel
 from legroom.formats.hdf5_filters import SHUFFLE, ChunkFilter, can_undo, filters_of, memory_to_undo, undo
@@ -52,7 +52,7 @@ class ChunkedDataset:
     chunk: tuple[int, ...]
     filters: tuple[ChunkFilter, ...]
     direct: bool  # chunk offsets are offsets in the file
-    memory: DecodingMemory = UNLIMITED
+    memory: DecodingMemory
 
     def region(self, chunk: ChunkLocation) -> tuple[slice, ...]:
         """The part of the dataset that a chunk covers; numpy crops it at the edges."""
@@ -65,7 +65,7 @@ class ChunkedDataset:
 
     def read(self, chunk: ChunkLocation) -> Array:
         """Let HDF5 read one chunk."""
-        with hdf5_errors(self.path, say("the chunk at {first}", first=chunk.first)):
+        with hdf5_errors(self.path, f"the chunk at {chunk.first}"):
             return np.asarray(self.dataset[self.region(chunk)])
 
     @cached_property
@@ -73,10 +73,9 @@ class ChunkedDataset:
         """Every chunk that exists, in the order of the file."""
         return _chunk_table(self)
 
-    def decoding(self, size: int, *, convert: bool = False) -> int:
+    def decoding(self, size: int) -> int:
         """Upper bound of the memory to decode one chunk of ``size`` plain bytes."""
-        stored = max((chunk.size for chunk in self.table), default=0)
-        return memory_to_undo(self.filters, stored, size, convert=convert)
+        return memory_to_undo(self.filters, max((chunk.size for chunk in self.table), default=0), size)
 
     @property
     def count(self) -> int:
@@ -84,7 +83,7 @@ class ChunkedDataset:
         return prod(-(-length // step) for length, step in zip(self.shape, self.chunk, strict=True))
 
 
-def chunked(dataset: Any, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset | None:
+def chunked(dataset: Any, path: Path, memory: DecodingMemory) -> ChunkedDataset | None:
     """The dataset's chunks, or None if HDF5 itself must read it."""
     if dataset.chunks is None or not hasattr(dataset.id, "chunk_iter"):
         return None
@@ -95,18 +94,13 @@ def chunked(dataset: Any, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset 
     if not can_undo(filters) or (uneven and filters and all(one.code == SHUFFLE for one in filters)):
         return None
     # HDF5 before 1.14.4 returned chunk offsets that do not include the user block.
-    direct = dataset.file.userblock_size == 0
-    return ChunkedDataset(dataset, Path(dataset.file.filename), dataset.shape, dataset.chunks, filters, direct, memory)
+    from h5py.version import hdf5_version_tuple
+
+    direct = dataset.file.userblock_size == 0 or hdf5_version_tuple >= (1, 14, 4)
+    return ChunkedDataset(dataset, path, dataset.shape, dataset.chunks, filters, direct, memory)
 
 
-def read_chunks(
-    source: ChunkedDataset,
-    file: SourceFile,
-    file_dtype: DType,
-    out: Array,
-    progress: Progress,
-    memory: DecodingMemory = UNLIMITED,
-) -> None:
+def read_chunks(source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array, progress: Progress) -> None:
     """Decode every chunk into ``out``, whose leading axes are the dataset's."""
     if out.nbytes == 0:
         progress(0)
@@ -114,7 +108,7 @@ def read_chunks(
     table = source.table
     if len(table) < source.count:
         out[...] = _fill_value(source, out)  # for chunks never written
-    decoder = _Decoder(source, file, file_dtype, out, memory)
+    decoder = _Decoder(source, file, file_dtype, out)
     arrived = 0
 
     def count(done: int) -> None:
@@ -136,13 +130,8 @@ def read_chunks(
 class _Decoder:
     """Decodes chunks into ``out``; threads share it, each chunk has its own region."""
 
-    def __init__(
-        self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array, memory: DecodingMemory
-    ) -> None:
-        self.source, self.memory = source, memory
-        self.file = file
-        self.out = out
-        self.file_dtype = file_dtype
+    def __init__(self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array) -> None:
+        self.source, self.file, self.out, self.file_dtype = source, file, out, file_dtype
         self.chunk_shape = source.chunk + out.shape[len(source.shape) :]
         self.chunk_bytes = prod(self.chunk_shape) * file_dtype.itemsize
         self.as_is = source.direct and not source.filters and file_dtype == out.dtype
@@ -159,7 +148,7 @@ class _Decoder:
             self.file.read_into(chunk.offset, bytes_of(target))
             return chunk.size
         needed = memory_to_undo(self.source.filters, chunk.size, self.chunk_bytes)
-        with self.memory.take(needed, _label(self.source.path, chunk)):
+        with self.source.memory.take(needed, _label(self.source.path, chunk)):
             return self._decode_into(chunk, target)
 
     def _decode_into(self, chunk: ChunkLocation, target: Array) -> int:
@@ -190,15 +179,13 @@ def _undo_filters(
     except ValueError as problem:
         if chunk.size == size and source.at_edge(chunk):
             return None
-        raise damaged(
-            source.path, say("the chunk at {first}: {problem}", first=chunk.first, problem=problem)
-        ) from problem
+        raise damaged(source.path, f"the chunk at {chunk.first}: {problem}") from problem
 
 
 def _stored_bytes(source: ChunkedDataset, file: SourceFile, chunk: ChunkLocation) -> bytes:
     if source.direct:
         return file.read_at(chunk.offset, chunk.size)
-    with hdf5_errors(source.path, say("reading a chunk")):
+    with hdf5_errors(source.path, "reading a chunk"):
         stored: bytes = source.dataset.id.read_direct_chunk(chunk.first)[1]
     return stored
 
@@ -217,7 +204,7 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
             found[first] = ChunkLocation(first, info.byte_offset, info.size, info.filter_mask)
 
     each = _LOCATION + _LOCATION_AXIS * len(source.shape)
-    with hdf5_errors(source.path, say("locating its chunks")):
+    with hdf5_errors(source.path, "locating its chunks"):
         # Counting takes HDF5 as long as locating, so chunks are counted only if there may be many.
         if source.count * each > _FEW:
             count = source.dataset.id.get_num_chunks()
@@ -226,22 +213,26 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
     for first in found:
         for start, length, step in zip(first, source.shape, source.chunk, strict=True):
             if start >= length or start % step:
-                raise damaged(source.path, say("invalid chunk position {first}", first=first))
+                raise damaged(source.path, f"invalid chunk position {first}")
     return sorted(found.values(), key=lambda chunk: chunk.offset)
 
 
-def _fill_value(source: ChunkedDataset, out: Array) -> Any:
+def has_fill_value(dataset: Any) -> bool:
+    """Whether what was never written may be anything but zeros or empty.
+
+    The value is not read: one of variable length is itself a reference, which may be damaged.
+    """
     from h5py import h5d
 
-    with hdf5_errors(source.path, say("its fill value")):
-        if source.dataset.id.get_create_plist().fill_value_defined() != h5d.FILL_VALUE_USER_DEFINED:
-            return np.zeros((), out.dtype)
-        return source.dataset.fillvalue
+    return bool(dataset.id.get_create_plist().fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED)
 
 
-def slabs_of(
-    source: ChunkedDataset, file: SourceFile, file_dtype: DType, spec: ArraySpec, memory: DecodingMemory = UNLIMITED
-) -> list[Slab] | None:
+def _fill_value(source: ChunkedDataset, out: Array) -> Any:
+    with hdf5_errors(source.path, "its fill value"):
+        return source.dataset.fillvalue if has_fill_value(source.dataset) else np.zeros((), out.dtype)
+
+
+def slabs_of(source: ChunkedDataset, file: SourceFile, file_dtype: DType, spec: ArraySpec) -> list[Slab] | None:
     """The dataset as slabs, or None unless each chunk spans whole rows and every chunk is written."""
     if not source.direct or not spec.nbytes or source.chunk[1:] != source.shape[1:]:
         return None
@@ -249,7 +240,7 @@ def slabs_of(
     if len(table) < source.count:
         return None
     row = spec.nbytes // source.shape[0]
-    decoder = _SlabDecoder(source, file, file_dtype, spec, row, memory)
+    decoder = _SlabDecoder(source, file, file_dtype, spec, row)
     step = max(1, _TASK // (row * source.chunk[0]))
     slabs = []
     for index in range(0, len(table), step):
@@ -264,16 +255,8 @@ def slabs_of(
 class _SlabDecoder:
     """Decodes chunks into the bytes of their rows; threads share it, it keeps no state."""
 
-    def __init__(
-        self,
-        source: ChunkedDataset,
-        file: SourceFile,
-        file_dtype: DType,
-        spec: ArraySpec,
-        row: int,
-        memory: DecodingMemory,
-    ) -> None:
-        self.source, self.file, self.row, self.memory = source, file, row, memory
+    def __init__(self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, spec: ArraySpec, row: int) -> None:
+        self.source, self.file, self.row = source, file, row
         self.file_dtype, self.dtype = file_dtype, spec.dtype
         inner = spec.shape[len(source.shape) :]
         self.chunk_bytes = prod((*source.chunk, *inner)) * file_dtype.itemsize
@@ -293,7 +276,7 @@ class _SlabDecoder:
                     count = min(_PIECE, length - start)
                     yield memoryview(self.file.read_at(chunk.offset + start, count))
                 continue
-            with self.memory.take(self.decoding(chunk), _label(self.source.path, chunk)):
+            with self.source.memory.take(self.decoding(chunk), _label(self.source.path, chunk)):
                 yield self._plain(chunk)[:length]
 
     def _is_plain(self, chunk: ChunkLocation) -> bool:

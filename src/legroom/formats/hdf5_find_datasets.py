@@ -26,7 +26,7 @@ from legroom.errors import SourceChanged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Lookup, Selection
 from legroom.formats.file_reads_and_errors import absolute, damaged, require_regular
 from legroom.formats.hdf5_filters import memory_in_hdf5
-from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5
+from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of
 from legroom.messages import say
 
 _ORIGIN = "${ORIGIN}"
@@ -138,22 +138,11 @@ def _source_memory(source: Any, cache: int) -> _SourceMemory:
     return _SourceMemory(memory_in_hdf5(source), kept)
 
 
-def _dataset_key(dataset: Any) -> _DatasetKey:
-    return absolute(dataset.file.filename), dataset.name
-
-
-def _stored_at(dataset: Any) -> tuple[int, int, int]:
-    """Where a dataset is stored, whatever the names of the dataset and of its file."""
-    import h5py
-
-    file = os.stat(dataset.file.filename)
-    return file.st_dev, file.st_ino, int(h5py.h5o.get_info(dataset.id).addr)
-
-
 class ExternalFiles:
     """Follows links and virtual datasets through other files and records each search; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Path) -> None:
+        self._opened = opened  # the file that the links and datasets are in
         self._open: dict[Path, Any] = {}
         # For each virtual dataset, its source datasets and the memory that reading each takes.
         self._sources: dict[_DatasetKey, dict[_DatasetKey, _SourceMemory]] = {}
@@ -178,17 +167,17 @@ class ExternalFiles:
 
     def behind_dataset(self, dataset: Any, name: str) -> Iterator[Lookup]:
         """Every search for other files that hold the dataset's data, through any number of steps."""
-        key = holder, _ = _dataset_key(dataset)
+        key = holder, _ = self._key(dataset)
         if key in self._sources:
             return
         self._sources[key] = {}
         if dataset.external:
-            yield from external_storage(dataset, name)
+            yield from external_storage(dataset, name, holder)
         if dataset.is_virtual:
-            with hdf5_errors(holder, say("the sources of {name!r}", name=name)):
+            with hdf5_errors(holder, f"the sources of {name!r}"):
                 sources = sorted({(source.file_name, source.dset_name) for source in dataset.virtual_sources()})
                 cache = int(dataset.id.get_access_plist().get_chunk_cache()[1])
-            self._followed.append(_stored_at(dataset))
+            self._followed.append(self._stored_at(dataset))
             try:
                 for file_name, inner in sources:
                     yield from self._virtual_source(_Virtual(key, dataset, cache), name, file_name, inner)
@@ -200,8 +189,22 @@ class ExternalFiles:
 
         It keeps every source open, each with a cache of chunks, and decodes one chunk at a time.
         """
-        found = self._sources.get(_dataset_key(dataset), {}).values()
+        found = self._sources.get(self._key(dataset), {}).values()
         return max((one.decoding for one in found), default=0) + sum(one.cached for one in found)
+
+    def path_of(self, node: Any) -> Path:
+        """The file that a group or dataset is in."""
+        return path_of(node.file, self._opened)
+
+    def _key(self, dataset: Any) -> _DatasetKey:
+        return self.path_of(dataset), dataset.name
+
+    def _stored_at(self, dataset: Any) -> tuple[int, int, int]:
+        """Where a dataset is stored, whatever the names of the dataset and of its file."""
+        import h5py
+
+        file = os.stat(self.path_of(dataset))
+        return file.st_dev, file.st_ino, int(h5py.h5o.get_info(dataset.id).addr)
 
     def _along(self, node: Any, path: str, name: str, holder: Path, steps: int = 0) -> Iterator[Lookup]:
         """The searches made to follow ``path`` from the group ``node`` (from the root if it starts with /)."""
@@ -254,7 +257,7 @@ class ExternalFiles:
         try:
             source = file[path]
             more = source.is_virtual or source.external
-            key, takes, place = _dataset_key(source), _source_memory(source, virtual.cache), _stored_at(source)
+            key, takes, place = self._key(source), _source_memory(source, virtual.cache), self._stored_at(source)
         except (KeyError, AttributeError, ValueError, RuntimeError, OSError) as problem:
             raise UnreadableSource(
                 say("{name!r} needs the dataset {inner!r} of {path}", name=name, inner=inner, path=holder),
@@ -316,9 +319,8 @@ def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> Itera
             return
 
 
-def external_storage(dataset: Any, name: str) -> list[Lookup]:
+def external_storage(dataset: Any, name: str, holder: Path) -> list[Lookup]:
     """The searches for the raw files of a dataset with external storage."""
-    holder = absolute(dataset.file.filename)
     lookups = [look_up("storage", file_name, holder) for file_name, _, _ in dataset.external]
     for lookup in lookups:
         if lookup.found is None:
@@ -327,7 +329,7 @@ def external_storage(dataset: Any, name: str) -> list[Lookup]:
             raise missing_file(name, holder, lookup.name, say("external storage"), beside=beside)
         require_regular(lookup.found)
     if not lookups:
-        raise damaged(holder, say("{name!r} has external storage but lists no files", name=name))
+        raise damaged(holder, f"{name!r} has external storage but lists no files")
     return lookups
 
 
@@ -387,7 +389,7 @@ class DatasetSearch:
                 fix=(say("load only what you need: keys=[…]"),),
             )
 
-        with hdf5_errors(self._path, say("the group {name!r}", name=group.name or "/")):
+        with hdf5_errors(self._path, f"the group {group.name or '/'!r}"):
             keys = list(group.node)
         for key in keys:
             name = group.name + "/" + readable(key) if group.name else readable(key)
@@ -410,7 +412,7 @@ class DatasetSearch:
         self._links += 1
         self._repeated += repeated
         if self._links > _MOST_LINKS:
-            raise damaged(self._path, say("it has more than {most} links", most=_MOST_LINKS))
+            raise damaged(self._path, f"it has more than {_MOST_LINKS} links")
         if self._repeated > _MOST_REPEATED:
             raise UnsupportedData(
                 say("{path} has too many names for the same datasets", path=self._path),
@@ -422,8 +424,8 @@ class DatasetSearch:
         import h5py
 
         through = group.through
-        holder = absolute(group.node.file.filename)
-        with hdf5_errors(self._path, say("the link {name!r}", name=name)):
+        holder = self._external.path_of(group.node)
+        with hdf5_errors(self._path, f"the link {name!r}"):
             try:
                 link = link_of(group.node, key)
             except TypeError:  # user-defined

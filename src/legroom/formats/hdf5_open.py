@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, SourceChanged, UnreadableSource
-from legroom.formats.file_reads_and_errors import OwningStream, SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import OwningStream, SourceFile, absolute, damaged, unreadable
 from legroom.messages import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -50,9 +50,9 @@ def hdf5_errors(path: Path, doing: str) -> Iterator[None]:
     except OSError as problem:
         if problem.errno in _NO_DAMAGE:
             raise unreadable(path, problem) from problem
-        raise damaged(path, say("{doing}: {problem}", doing=doing, problem=_first_line(problem))) from problem
+        raise damaged(path, f"{doing}: {_first_line(problem)}") from problem
     except Exception as problem:
-        raise damaged(path, say("{doing}: {problem}", doing=doing, problem=_first_line(problem))) from problem
+        raise damaged(path, f"{doing}: {_first_line(problem)}") from problem
 
 
 def _first_line(problem: Exception) -> str:
@@ -70,7 +70,7 @@ def open_hdf5(path: Path, *, on_demand: bool = False) -> Any:
     with SourceFile(path) as file:
         start = signature_at(file)
         if start is None:
-            raise damaged(path, say("it has no HDF5 signature"))
+            raise damaged(path, "it has no HDF5 signature")
         _refuse_flags(file, start)
         arrives = file.is_arriving and on_demand
     if arrives:
@@ -124,6 +124,11 @@ def _open_stream(path: Path) -> Any:
         raise _cannot_open(path, problem) from problem
 
 
+def path_of(file: Any, opened: Path) -> Path:
+    """The path of an open file. One that is read through a stream is ``opened``: HDF5 does not know its name."""
+    return absolute(opened if file.driver == "fileobj" else file.filename)
+
+
 def descriptor(file: Any) -> int | None:
     """The descriptor that HDF5 reads an open file by; None where its driver has none of its own."""
     return int(file.id.get_vfd_handle()) if file.driver == "sec2" else None
@@ -164,17 +169,18 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
     )
 
 
+def replaced_while_opened(path: Path) -> SourceChanged:
+    """The error for another file under the same name than was opened a moment before."""
+    return SourceChanged(
+        say("{path} was replaced while it was being opened", path=path),
+        fix=(say("try again when no process is replacing it"),),
+    )
+
+
 def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSource | SourceChanged:
     if "st_ino or st_dev fields changed" in str(problem):  # between two system calls of HDF5's own
-        return SourceChanged(
-            say("{path} was replaced while it was being opened", path=path),
-            fix=(say("try again when no process is replacing it"),),
-        )
+        return replaced_while_opened(path)
     number = getattr(problem, "errno", None)
     if number is not None and number not in (0, errno.EINVAL):
-        return UnreadableSource(
-            say("cannot read {path}", path=path),
-            why=os.strerror(number),
-            fix=(say("check the path and its filesystem:\nls -l {path}", path=path),),
-        )
-    return damaged(path, say("HDF5 cannot open it: {problem}", problem=_first_line(problem)))
+        return unreadable(path, OSError(number, os.strerror(number)))
+    return damaged(path, f"HDF5 cannot open it: {_first_line(problem)}")

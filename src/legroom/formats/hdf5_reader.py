@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import SourceChanged
 from legroom.formats.base_reader import (
     ArraySpec,
     BaseReader,
@@ -33,10 +32,9 @@ from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
 from legroom.formats.hdf5_find_datasets import DatasetSearch, ExternalFiles, FoundNode, dataset_names, readable
-from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5
+from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of, replaced_while_opened
 from legroom.formats.hdf5_types import StoredType, stored_type
 from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows
-from legroom.messages import say
 
 _MOST_ATTRIBUTE = 16 << 20  # a larger attribute is described, not read
 
@@ -76,7 +74,7 @@ class Hdf5Reader(BaseReader):
         items: list[ArraySpec] = []
         attributes = self._attributes(self._file)
         lookups: dict[Lookup, None] = {}
-        with ExternalFiles() as external:
+        with ExternalFiles(self.path) as external:
             for found in DatasetSearch(self.path, self.selection, external)(self._file):
                 if isinstance(found.node, h5py.Group):
                     if self.selection.takes(found.name):
@@ -121,7 +119,8 @@ class Hdf5Reader(BaseReader):
         if not stored.variable:
             self._entries[name] = _Entry(dataset, stored, source_memory=source_memory)
             return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)]
-        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), name, self.memory, source_memory)
+        path = path_of(dataset.file, self.path)
+        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), path, name, self.memory, source_memory)
         if len(shape) != 1:
             notes["ragged_shape"] = list(shape)
         entry = _Entry(dataset, stored, rows)
@@ -136,14 +135,14 @@ class Hdf5Reader(BaseReader):
     def _attributes(self, node: Any) -> dict[str, Any]:
         import h5py
 
-        with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
+        with hdf5_errors(self.path, f"the attributes of {node.name!r}"):
             kinds = {name: node.attrs.get_id(name) for name in node.attrs}
             header = h5py.h5o.get_info(node.id).addr
             file = self._raw_file(node)
         dtypes = {name: _numpy_type(kind) for name, kind in kinds.items()}
         if file is not None and any(dtype is not None and dtype.hasobject for dtype in dtypes.values()):
             GlobalHeaps(file, node.file.userblock_size, self.path).check_attributes(header)
-        with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
+        with hdf5_errors(self.path, f"the attributes of {node.name!r}"):
             return {readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()}
 
     # Reading.
@@ -171,12 +170,13 @@ class Hdf5Reader(BaseReader):
         file, chunks = self._raw_file(entry.dataset), self._chunked(spec.name)
         if chunks is None or file is None:
             return None
-        return slabs_of(chunks, file, entry.stored.file_dtype, spec, self.memory)
+        return slabs_of(chunks, file, entry.stored.file_dtype, spec)
 
     def _chunked(self, name: str) -> ChunkedDataset | None:
         if name not in self._chunks:
             with hdf5_errors(self.path, repr(name)):
-                self._chunks[name] = chunked(self._entries[name].dataset, self.memory)
+                dataset = self._entries[name].dataset
+                self._chunks[name] = chunked(dataset, path_of(dataset.file, self.path), self.memory)
         return self._chunks[name]
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
@@ -212,7 +212,7 @@ class Hdf5Reader(BaseReader):
             return
         chunks = self._chunked(spec.name)
         if chunks is not None and file is not None and entry.stored.file_dtype is not None:
-            read_chunks(chunks, file, entry.stored.file_dtype, out, progress, self.memory)
+            read_chunks(chunks, file, entry.stored.file_dtype, out, progress)
         else:
             with self.memory.take(self._decoding(spec), self._label(spec)):
                 self._read_slabs(entry, spec.name, out, progress)
@@ -241,18 +241,14 @@ class Hdf5Reader(BaseReader):
 
     def _raw_file(self, dataset: Any) -> SourceFile | None:
         """The file that holds a dataset, for reading without HDF5; None if HDF5 splits or hides it."""
-        streamed = dataset.file.driver == "fileobj"
-        if dataset.file.driver not in ("sec2", "windows") and not streamed:
+        if dataset.file.driver not in ("sec2", "windows", "fileobj"):
             return None
-        path = absolute(self.path if streamed else dataset.file.filename)
+        path = path_of(dataset.file, self.path)
         if path not in self._raw_files:
             self._raw_files[path] = file = SourceFile(path)
             theirs = descriptor(dataset.file)
             if theirs is not None and not os.path.samestat(os.fstat(file.fileno()), os.fstat(theirs)):
-                raise SourceChanged(
-                    say("{path} was replaced while it was being opened", path=file.path),
-                    fix=(say("try again when no process is replacing it"),),
-                )
+                raise replaced_while_opened(file.path)
         return self._raw_files[path]
 
     def descriptors(self) -> list[int]:
@@ -280,18 +276,14 @@ def _numpy_type(kind: Any) -> np.dtype[Any] | None:
 
 
 def _attribute(node: Any, name: str | bytes, kind: Any, dtype: np.dtype[Any] | None) -> Any:
+    from h5py import check_string_dtype
+
     # netCDF and MATLAB store references in attributes; they have no meaning outside the file.
-    if dtype is None or (dtype.hasobject and not _is_strings(dtype)):
+    if dtype is None or (dtype.hasobject and check_string_dtype(dtype) is None):
         return {"omitted": str(dtype or "unknown type"), "shape": list(kind.shape or ())}
     if prod(kind.shape or ()) * dtype.itemsize > _MOST_ATTRIBUTE:
         return {"omitted": str(dtype), "shape": list(kind.shape or ())}
     return as_json(node.attrs[name])
-
-
-def _is_strings(dtype: np.dtype[Any]) -> bool:
-    from h5py import check_string_dtype
-
-    return check_string_dtype(dtype) is not None
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -11,7 +11,7 @@ Not verified: attributes stored outside their object's header, as very many or v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, copy_raw, in_parallel, no_progress
-from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
+from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, has_fill_value, read_chunks
 from legroom.formats.hdf5_open import hdf5_errors
 from legroom.formats.hdf5_types import StoredType
 from legroom.messages import say
@@ -48,6 +48,7 @@ class VariableLengthRows:
         dataset: Any,
         stored: StoredType,
         file: SourceFile | None,
+        path: Path,
         name: str,
         memory: DecodingMemory = UNLIMITED,
         source_memory: int = 0,  # bytes that HDF5 needs for the sources of a virtual dataset
@@ -58,7 +59,7 @@ class VariableLengthRows:
         self._stored = stored
         self._file = file
         self._name = name
-        self._path = Path(dataset.file.filename)
+        self._path = path
         self._shape = (0,) if dataset.shape is None else dataset.shape  # None: a dataset with a null dataspace
         # Read here, once: threads must not call h5py.
         self._heaps = GlobalHeaps(file, dataset.file.userblock_size, self._path) if file is not None else None
@@ -121,12 +122,12 @@ class VariableLengthRows:
         if offset is not None:
             copy_raw(file, offset, table, no_progress)
         elif chunks is not None:
-            read_chunks(chunks, file, _REFERENCE, table, no_progress, self._memory)
+            read_chunks(chunks, file, _REFERENCE, table, no_progress)
         else:
             return None
         table = table.reshape(-1)
         if int(table["length"].max(initial=0)) * self._stored.dtype.itemsize > file.size:
-            raise damaged(self._path, say("a row of {name!r} is longer than the file", name=self._name))
+            raise damaged(self._path, f"a row of {self._name!r} is longer than the file")
         return table
 
     def _allocate_references(self) -> np.ndarray[Any, Any]:
@@ -149,10 +150,10 @@ class VariableLengthRows:
     def _storage(self) -> tuple[int | None, ChunkedDataset | None]:
         """Where the references are, contiguous or chunked; neither if h5py must read the rows."""
         dataset = self._dataset
-        indirect = dataset.is_virtual or dataset.external or _has_fill(dataset)
+        indirect = dataset.is_virtual or dataset.external or has_fill_value(dataset)
         if indirect or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
             return None, None
-        return dataset.id.get_offset(), chunked(dataset, self._memory)
+        return dataset.id.get_offset(), chunked(dataset, self._path, self._memory)
 
     def _read_heap(self, references: np.ndarray[Any, Any], out: Array, progress: Progress) -> None:
         width = self._stored.dtype.itemsize
@@ -200,14 +201,7 @@ class VariableLengthRows:
             count = length * width
             if count > size:
                 raise damaged(
-                    self._path,
-                    say(
-                        "row {row} of {name!r} has {count} bytes, but its heap holds {size}",
-                        row=row,
-                        name=self._name,
-                        count=count,
-                        size=max(size, 0),
-                    ),
+                    self._path, f"row {row} of {self._name!r} has {count} bytes, but its heap holds {max(size, 0)}"
                 )
             start = int(self.offsets[row]) * width
             target[start : start + count] = heap[first : first + count]
@@ -237,35 +231,20 @@ class VariableLengthRows:
 
     def _rows(self) -> Iterator[Any]:
         """Every row, read some megabytes at a time."""
-        dataset = self._dataset
-        read = _with_hdf5_errors(self._path, say("the rows of {name!r}", name=self._name))
         if self._shape == ():
-            yield read(lambda: dataset[()])
+            yield self._block(())
             return
         start, step = 0, 64
         while prod(self._shape) and start < self._shape[0]:
-            block = read(partial(dataset.__getitem__, slice(start, start + step))).reshape(-1)
+            block = self._block(slice(start, start + step)).reshape(-1)
             start += step
             size = sum(len(row) for row in block) * self._stored.dtype.itemsize + 64 * len(block)
             step = max(1, min(4 * step, step * PIECE // size))
             yield from block
 
-
-def _with_hdf5_errors(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
-    def read(call: Callable[[], Any]) -> Any:
-        with hdf5_errors(path, doing):
-            return call()
-
-    return read
-
-
-def _has_fill(dataset: Any) -> bool:
-    """Whether rows that were never written may be anything but empty."""
-    from h5py import h5d
-
-    # Not read: a fill value of variable length is itself a reference, which may be damaged.
-    defined = dataset.id.get_create_plist().fill_value_defined()
-    return bool(defined == h5d.FILL_VALUE_USER_DEFINED)
+    def _block(self, part: Any) -> Any:
+        with hdf5_errors(self._path, f"the rows of {self._name!r}"):
+            return self._dataset[part]
 
 
 class GlobalHeaps:
@@ -282,7 +261,7 @@ class GlobalHeaps:
         self._file.require(start, _HEAP_HEADER)
         heap = self._file.read_at(start, min(_FIRST_READ, self._file.size - start))
         if heap[:4] != _HEAP_SIGNATURE or heap[4] != 1:
-            raise damaged(self._path, say("there is no heap at byte {start}", start=start))
+            raise damaged(self._path, f"there is no heap at byte {start}")
         size = int.from_bytes(heap[8:16], "little")
         self._file.require(start, size)
         if size > len(heap):
@@ -298,9 +277,8 @@ class GlobalHeaps:
             # Index 0 is free space, whose length counts its own header; the others are rounded up to 8.
             step = _HEAP_HEADER + (length + 7) // 8 * 8 if index else length
             if step < _HEAP_HEADER or at + step > size:
-                what = say("object {index} of the heap at byte {start}", index=index, start=start)
                 raise damaged(
-                    self._path, say("{what} has an invalid length of {length} bytes", what=what, length=length)
+                    self._path, f"object {index} of the heap at byte {start} has an invalid length of {length} bytes"
                 )
             if index:
                 objects[index] = (at + _HEAP_HEADER, length)

@@ -25,13 +25,12 @@ from legroom.formats.base_reader import (
     ArraySpec,
     BaseReader,
     Description,
-    Extent,
     Selection,
     TableSpec,
     column_names,
     what_is_read,
 )
-from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
+from legroom.formats.file_reads_and_errors import SourceFile, damaged, make_room_for_files, unreadable
 from legroom.formats.fill_arrays import Progress
 from legroom.formats.table_reader import NAME, arrow_errors, every_type, write_ipc
 from legroom.messages import phrase, say
@@ -83,6 +82,7 @@ class HfDatasetsReader(BaseReader):
         self._shards: dict[str, list[_Shard]] = {}
         with ExitStack() as stack:
             self._layout = _read_layout(path, stack)
+            make_room_for_files(sum(len(split.files) for split in self._layout.splits))
             for split in self._layout.splits:
                 shards = [stack.enter_context(_Shard(file, Selection(None))) for file in split.files]
                 self._shards[split.name] = shards
@@ -120,12 +120,11 @@ class HfDatasetsReader(BaseReader):
             _check_features(shard, split.features)
         for other in others:
             if not other.schema.equals(first.schema):
-                raise damaged(other.path, say("its columns are not those of {first}", first=first.path.name))
+                raise damaged(other.path, f"its columns are not those of {first.path.name!r}")
         names = first.names()
         missing = set(split.columns or ()) - set(names)
         if missing:
-            raise damaged(self.path, say("{file} shows a column {name!r} that no file has", file=STATE,
-                                         name=min(missing)))  # fmt: skip
+            raise damaged(self.path, f"{STATE} shows a column {min(missing)!r} that no file has")
         return names if split.columns is None else [name for name in names if name in split.columns]
 
     def _spec(self, split: _Split) -> TableSpec:
@@ -135,10 +134,7 @@ class HfDatasetsReader(BaseReader):
             assert isinstance(part, TableSpec)
             if split.rows is not None and part.rows != split.rows[index]:
                 stated = split.rows[index]
-                raise damaged(
-                    shard.path,
-                    say("it has {rows} rows, but its metadata states {stated}", rows=part.rows, stated=stated),
-                )
+                raise damaged(shard.path, f"it has {part.rows} rows, but its metadata states {stated}")
             parts.append(part)
         first = parts[0]
         nbytes = sum(part.nbytes for part in parts)
@@ -155,12 +151,6 @@ class HfDatasetsReader(BaseReader):
             why = say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows)
             raise damaged(self.path, why)
         return taken
-
-    def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
-        raise NotImplementedError  # there are no arrays; BaseReader refuses first
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        raise NotImplementedError
 
     def descriptors(self) -> list[int]:
         """File descriptors of the files being read."""
@@ -245,10 +235,10 @@ def _read_layout(path: Path, stack: ExitStack) -> _Layout:
         source = stack.enter_context(SourceFile(file))
         layout.json_files.append(source)
         if source.size > _MOST_JSON:
-            raise damaged(file, say("it has {size} bytes; at most {most} are read", size=source.size, most=_MOST_JSON))
+            raise damaged(file, f"it has {source.size} bytes; at most {_MOST_JSON} are read")
         value = _parsed(source.read_at(0, source.size), file, file.name)
         if not isinstance(value, dict):
-            raise damaged(file, say("it is not a JSON object"))
+            raise damaged(file, "it is not a JSON object")
         return value
 
     # In this order datasets itself looks: one may have been saved over the other.
@@ -257,7 +247,7 @@ def _read_layout(path: Path, stack: ExitStack) -> _Layout:
     elif os.path.lexists(path / DICT):
         names = _item(read(path / DICT), "splits", list, path / DICT)
         if not names or len(set(map(str, names))) != len(names):
-            raise damaged(path / DICT, say("it names no splits, or one of them twice"))
+            raise damaged(path / DICT, "it names no splits, or one of them twice")
         for name in names:
             layout.splits.append(_saved(path / _plain(name, path / DICT), name, read))
     else:
@@ -276,7 +266,7 @@ def _saved(path: Path, name: str, read: Callable[[Path], dict[str, Any]]) -> _Sp
             fix=(say("save it again: datasets.load_from_disk(path).flatten_indices().save_to_disk(new_path)"),),
         )
     if missing := _STATE_FIELDS - state.keys():
-        raise damaged(where, say("it has no {name!r}", name=min(missing)))
+        raise damaged(where, f"it has no {min(missing)!r}")
     if unknown := state.keys() - _STATE_FIELDS - _OLD_STATE_FIELDS:
         raise _unsupported(where, say("it has the unknown field {name!r}", name=min(unknown)))
     entries = _item(state, "_data_files", list, where)
@@ -284,7 +274,7 @@ def _saved(path: Path, name: str, read: Callable[[Path], dict[str, Any]]) -> _Sp
     if not files:
         raise _unsupported(path, say("it has no data files: the dataset has no rows"))
     if len(set(files)) != len(files):
-        raise damaged(where, say("it names a file twice"))
+        raise damaged(where, "it names a file twice")
     columns = None
     if state.get("_format_columns") is not None and not state.get("_output_all_columns"):
         columns = tuple(str(one) for one in _item(state, "_format_columns", list, where))
@@ -303,9 +293,9 @@ def _downloaded(path: Path, info: dict[str, Any]) -> list[_Split]:
         lengths = _item(split, "shard_lengths", list, where, None)
         rows = tuple(lengths) if lengths and len(lengths) > 1 else (_item(split, "num_examples", int, where),)
         if not all(type(count) is int and count >= 0 for count in rows):
-            raise damaged(where, say("invalid number of rows of the split {name!r}", name=name))
+            raise damaged(where, f"invalid number of rows of the split {name!r}")
         if sum(rows) != _item(split, "num_examples", int, where):
-            raise damaged(where, say("the rows of the shards of {name!r} are not all its rows", name=name))
+            raise damaged(where, f"the rows of the shards of {name!r} are not all its rows")
         files = _split_files(path, names, _plain(name, where), len(rows))
         found.append(_Split(name, files, _features(info, where), rows=rows))
     prefixes = {split.files[0].name.rpartition(f"-{split.name}")[0] for split in found}
@@ -352,7 +342,7 @@ def _parsed(data: bytes, path: Path, what: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as problem:
-        raise damaged(path, say("{what} is not JSON: {problem}", what=what, problem=problem)) from problem
+        raise damaged(path, f"{what} is not JSON: {problem}") from problem
 
 
 _NEEDED = object()
@@ -364,14 +354,14 @@ def _item(value: Any, name: str, kind: type, path: Path, default: Any = _NEEDED)
     if found is None and default is not _NEEDED:
         return default
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise damaged(path, say("{name!r} is missing or is not a {kind}", name=name, kind=kind.__name__))
+        raise damaged(path, f"{name!r} is missing or is not a {kind.__name__}")
     return found
 
 
 def _plain(name: Any, path: Path) -> str:
     """A file name. Refuses one that leads out of the directory."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise damaged(path, say("{name!r} is not the name of a file beside it", name=name))
+        raise damaged(path, f"{name!r} is not the name of a file beside it")
     return name
 
 

@@ -2,7 +2,8 @@
 
 ``image`` is the files' bytes as they are, ``label`` the number of the class in sorted order, ``path`` the file's path
 below the root. The order of the rows is ImageFolder's, so that row i is its sample i: classes sorted, in each class the
-directories sorted by their whole path, in each directory the files sorted. Links are followed.
+directories sorted by their whole path, in each directory the files sorted. Links are followed. One difference: files
+``._1.jpg``, which macOS adds on other file systems, are skipped. ImageFolder lists them and fails when it decodes one.
 
 A directory whose subdirectories are splits (``train/``, ``val/``) or have no images is refused when it is recognized.
 """
@@ -17,23 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from legroom.errors import UnreadableSource, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
-from legroom.formats.detect import NAMES_READ, names_in, not_a_dataset
-from legroom.formats.file_reads_and_errors import (
-    STAMP_BYTES,
-    FolderFile,
-    FolderRoot,
-    are_among,
-    packed_stamp,
-    sizes_in,
-    unpacked_stamp,
-)
-from legroom.formats.fill_arrays import Array, Progress
+from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
+from legroom.formats.detect import NAMES_READ, is_folder, names_in, not_a_dataset
+from legroom.formats.file_reads_and_errors import STAMP_BYTES, FolderFile, FolderRoot, are_among, packed_stamp, sizes_in
+from legroom.formats.fill_arrays import Array
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
+    SlabReader,
     ragged_specs,
-    read_slabs,
     rows_between,
     slabs_of_rows,
 )
@@ -43,6 +36,7 @@ IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".we
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 # How names begin that may stand beside the directories of the classes.
 _BESIDE_CLASSES = (".", "readme", "license", "thumbs.db", "desktop.ini")
+_APPLE_DOUBLE = "._"
 _ADDED_BY_MACOS = "__MACOSX"  # its files are named as images, but have none
 _CLASSES_LOOKED_INTO = 3
 _READ = 1 << 20
@@ -50,6 +44,11 @@ _NAME = 150  # bytes of a name, and of its place in a list, while its directory 
 _ROW = STAMP_BYTES + 40  # bytes of a row in the index, without its path
 _MOST_DEPTH = 64  # directories within each other; more is a link to a parent
 _MOST_CLASSES = 1 << 20
+
+
+def is_image(name: str) -> bool:
+    """Whether a file of that name is an image. ``._1.jpg`` is not: macOS keeps what it knows of 1.jpg there."""
+    return name.lower().endswith(IMAGES) and not name.startswith(_APPLE_DOUBLE)
 
 
 def require_classes(path: Path, names: Mapping[str, bool]) -> None:
@@ -82,7 +81,7 @@ def folders_with_images(path: Path, names: Mapping[str, bool]) -> list[str]:
 
 def refuse_images_without_classes(path: Path, names: Iterable[str]) -> None:
     """Raise if these names in a directory without subdirectories have images among them."""
-    if not any(name.lower().endswith(IMAGES) for name in names):
+    if not any(map(is_image, names)):
         return
     raise UnreadableSource(
         say("cannot read {path}", path=path),
@@ -105,20 +104,21 @@ def _has_image(path: Path) -> bool:
             looked += 1
             continue
         looked += 1 + len(names)
-        if any(name.lower().endswith(IMAGES) for name, is_folder in names.items() if not is_folder):
+        if any(is_image(name) for name, below in names.items() if not below):
             return True
-        waiting += [folder / name for name, is_folder in names.items() if is_folder]
+        waiting += [folder / name for name, below in names.items() if below]
     return False
 
 
-class ImageFolderReader(BaseReader):
+class ImageFolderReader(SlabReader):
     """A directory of one directory per class."""
-
-    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
         self._root = FolderRoot(path)
+        self._begin()
+
+    def _begin(self) -> None:
         self._classes: list[str] = []
         self._labels = array("q")
         self._paths, self._path_offsets = bytearray(), array("q", [0])
@@ -129,6 +129,7 @@ class ImageFolderReader(BaseReader):
     def _describe(self) -> Description:
         what = say("the list of files in {path}", path=self.path)
         counted = GrowingMemory(self.memory, what)
+        self._begin()  # what an attempt that was refused has found
         self._classes = sorted(self._listed("", counted)[0])
         if not self._classes or len(self._classes) > _MOST_CLASSES:
             raise self._refused(say("it has {count} subdirectories", count=len(self._classes)))
@@ -148,8 +149,8 @@ class ImageFolderReader(BaseReader):
             ArraySpec("label", (rows,), np.dtype(np.int64)),
             *ragged_specs("path", rows, len(self._paths), text=True),
         ]
-        taken = [spec for spec in specs if self.selection.takes(spec.name)]
-        self.selection.check([spec.name for spec in taken], [spec.name for spec in specs], self.path)
+        chosen = set(self.selection.choose([spec.name for spec in specs], self.path))
+        taken = [spec for spec in specs if spec.name in chosen]
         return Description("imagefolder", tuple(taken), {"classes": self._classes}, (self.path,))
 
     def _add_class(self, number: int, name: str, counted: GrowingMemory) -> None:
@@ -157,7 +158,7 @@ class ImageFolderReader(BaseReader):
         listings = dict(self._below(name, counted))
         for folder in sorted(listings):
             for file in sorted(listings[folder]):
-                if file.lower().endswith(IMAGES):
+                if is_image(file):
                     self._add_image(number, f"{folder}/{file}", counted)
         if len(self._labels) == before:
             fix = say("remove the directory if it is not a class: {folder}", folder=self.path / name)
@@ -193,7 +194,7 @@ class ImageFolderReader(BaseReader):
             with os.scandir(fd) as found:
                 for one in found:
                     counted.add(_NAME + len(one.name))
-                    (folders if one.is_dir() else files).append(one.name)
+                    (folders if is_folder(one) else files).append(one.name)
         except OSError as problem:
             raise self._root.gone(folder, problem) from problem
         finally:
@@ -203,9 +204,6 @@ class ImageFolderReader(BaseReader):
     def is_listed_among(self, stamps: bytes) -> bool:
         """Whether every image and directory that was found has one of these stamps."""
         return are_among(self._folders, stamps) and are_among(self._stamps, stamps)
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
 
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         return slabs_of_rows(self._offsets, self._decode) if spec.name == "image/values" else None
@@ -219,25 +217,17 @@ class ImageFolderReader(BaseReader):
 
     def _file_bytes(self, row: int, begin: int, length: int) -> Iterator[memoryview]:
         path = bytes(self._paths[self._path_offsets[row] : self._path_offsets[row + 1]]).decode()
-        with FolderFile(self._root, path, unpacked_stamp(self._stamps, row)) as file:
+        stamp = self._stamps[row * STAMP_BYTES : (row + 1) * STAMP_BYTES]
+        with FolderFile(self._root, path, stamp) as file:
             for at in range(begin, begin + length, _READ):
                 yield memoryview(file.read_at(at, min(_READ, begin + length - at)))
 
-    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is not None:
-            read_slabs(slabs, out, progress)
-            return
+    def _small(self, spec: ArraySpec) -> Array:
         if spec.name == "image/offsets":
-            out[...] = self._offsets
-        elif spec.name == "path/values":
-            out[...] = np.frombuffer(self._paths, np.uint8)
-        else:
-            out[...] = np.frombuffer(self._labels if spec.name == "label" else self._path_offsets, np.int64)
-        progress(out.nbytes)
-
-    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        return SLAB_MEMORY if spec.name == "image/values" else 0
+            return self._offsets
+        if spec.name == "path/values":
+            return np.frombuffer(self._paths, np.uint8)
+        return np.frombuffer(self._labels if spec.name == "label" else self._path_offsets, np.int64)
 
     def descriptors(self) -> list[int]:
         """File descriptor of the directory."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from legroom.errors import DamagedSource, SourceChanged, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab
-from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of
+from legroom.formats.base_reader import ArraySpec, Description, FileReader, Slab
+from legroom.formats.file_reads_and_errors import damaged
+from legroom.formats.fill_arrays import PIECE, Array
+from legroom.formats.gather_byte_ranges import SlabReader, ragged_specs
 from legroom.messages import say
 
 FILE = "data.mdb"
@@ -41,7 +41,6 @@ _NO_PAGE = (1 << 64) - 1
 _NODE = 8  # bytes before a key
 _MOST_DEPTH = 32  # the library's limit
 _SLAB = 4 * PIECE
-_NAMES = ("key/offsets", "key/values", "value/offsets", "value/values")
 _INT = np.dtype(np.int64)
 
 
@@ -66,56 +65,44 @@ class _Rows:
     offsets: Array  # in all keys or values together, one more than rows
 
 
-class LmdbReader(BaseReader):
+class LmdbReader(SlabReader, FileReader):
     """An LMDB database."""
 
-    _accounts_memory = True
+    _slab_memory = 3 * PIECE
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path / FILE if path.is_dir() else path)
-        self._rows: dict[str, _Rows] = {}
-        try:
-            self._metas = self._read_metas()
-            self._tree = self._newest_tree()
-            self._require_plain()
-        except BaseException:
-            self._file.close()
-            raise
+    def _file_path(self, path: Path) -> Path:
+        return path / FILE if path.is_dir() else path
 
     def _describe(self) -> Description:
+        self._metas = self._read_metas()
+        self._tree = self._newest_tree()
+        self._require_plain()
         self._rows = dict(zip(("key", "value"), self._find_rows(), strict=True))
-        taken = [name for name in _NAMES if self.selection.takes(name)]
-        self.selection.check(taken, _NAMES, self.path)
+        specs = {
+            spec.name: spec
+            for name, rows in self._rows.items()
+            for spec in ragged_specs(name, len(rows.starts), int(rows.offsets[-1]))
+        }
+        taken = self.selection.choose([*specs], self.path)
         self._require_same_state()
-        return Description("lmdb", tuple(map(self._spec, taken)), {}, (self.path,))
-
-    def _spec(self, name: str) -> ArraySpec:
-        pair, _, part = name.partition("/")
-        offsets = self._rows[pair].offsets
-        if part == "offsets":
-            return ArraySpec(name, offsets.shape, _INT, ragged=pair)
-        return ArraySpec(name, (int(offsets[-1]),), np.dtype(np.uint8), ragged=pair)
+        return Description("lmdb", tuple(specs[name] for name in taken), {}, (self.path,))
 
     # The state that is read.
 
     def _read_metas(self) -> tuple[bytes, bytes]:
         first = self._file.read_at(0, min(self._file.size, _HEADER.size + _META_BYTES))
         if len(first) < _HEADER.size + _META_BYTES:
-            raise damaged(self.path, say("it ends before its first page does"))
+            raise damaged(self.path, "it ends before its first page does")
         return first, self._file.read_at(_page_size(first, self.path), _HEADER.size + _META_BYTES)
 
     def _newest_tree(self) -> _Tree:
         both = [_tree(meta, number, self.path) for number, meta in enumerate(self._metas)]
         if both[0].page_size != both[1].page_size:
-            raise damaged(self.path, say("its two meta pages differ in the page size"))
+            raise damaged(self.path, "its two meta pages differ in the page size")
         tree = max(both, key=lambda one: one.transaction)
         map_sizes = [_META.unpack_from(meta, _HEADER.size)[3] for meta in self._metas]  # MDB_WRITEMAP: all of the map
         if self._file.size % tree.page_size and self._file.size not in map_sizes:
-            raise damaged(
-                self.path,
-                say("its {size} bytes are not whole pages of {page}", size=self._file.size, page=tree.page_size),
-            )
+            raise damaged(self.path, f"its {self._file.size} bytes are not whole pages of {tree.page_size}")
         return tree
 
     def _require_plain(self) -> None:
@@ -133,10 +120,7 @@ class LmdbReader(BaseReader):
         # A node has at least its offset and its header, so a page of the file has at most that many.
         most = self._file.size // (_NODE + 2)
         if tree.entries > most:
-            raise damaged(
-                self.path,
-                say("it states {entries} entries, but its size allows {most}", entries=tree.entries, most=most),
-            )
+            raise damaged(self.path, f"it states {tree.entries} entries, but its size allows {most}")
 
     def _require_same_state(self) -> None:
         try:
@@ -164,10 +148,10 @@ class LmdbReader(BaseReader):
             for page in self._leaves():
                 found = _Leaf(page, self._tree.page_size, self.path)
                 if done + found.count > count:
-                    raise damaged(self.path, say("it has more entries than the {count} it states", count=count))
+                    raise damaged(self.path, f"it has more entries than the {count} it states")
                 texts = found.keys()
                 if (last and texts[0] <= last) or any(first >= second for first, second in pairwise(texts)):
-                    raise damaged(self.path, say("its keys are not in order"))
+                    raise damaged(self.path, "its keys are not in order")
                 last = texts[-1]
                 into = slice(done, done + found.count)
                 keys.starts[into], keys.offsets[done + 1 : done + 1 + found.count] = found.key_starts, found.key_lengths
@@ -175,7 +159,7 @@ class LmdbReader(BaseReader):
                 values.offsets[done + 1 : done + 1 + found.count] = found.value_lengths
                 done += found.count
         if done != count:
-            raise damaged(self.path, say("it has {done} entries, but states {count}", done=done, count=count))
+            raise damaged(self.path, f"it has {done} entries, but states {count}")
         for rows in (keys, values):
             rows.offsets[0] = 0
         with self.memory.take(32 * count, what):
@@ -198,7 +182,7 @@ class LmdbReader(BaseReader):
             number, depth = waiting.pop()
             visited += 1
             if visited > most:
-                raise damaged(self.path, say("its tree refers to the same pages several times"))
+                raise damaged(self.path, "its tree refers to the same pages several times")
             page = self._page(number, _LEAF if depth == self._tree.depth else _BRANCH)
             if depth == self._tree.depth:
                 yield page
@@ -212,14 +196,12 @@ class LmdbReader(BaseReader):
         page = self._file.read_at(number * size, size)
         stated, _, flags, _, _ = _HEADER.unpack_from(page)
         if stated != number or flags != kind:
-            raise damaged(self.path, say("page {number} is not the expected one", number=number))
+            raise damaged(self.path, f"page {number} is not the expected one")
         return page
 
     def _require_page(self, number: int) -> None:
         if not 2 <= number <= self._tree.last_page:
-            raise damaged(
-                self.path, say("it refers to page {number} of {last}", number=number, last=self._tree.last_page)
-            )
+            raise damaged(self.path, f"it refers to page {number} of {self._tree.last_page}")
 
     def _value_starts(self, leaf: _Leaf) -> Array:
         starts: Array = leaf.value_starts
@@ -238,7 +220,7 @@ class LmdbReader(BaseReader):
         order = np.argsort(starts)
         starts, pages = starts[order] // size, pages[order]
         if (starts[1:] < starts[:-1] + pages[:-1]).any():
-            raise damaged(self.path, say("two of its values are in the same pages"))
+            raise damaged(self.path, "two of its values are in the same pages")
 
     # The data.
 
@@ -253,13 +235,13 @@ class LmdbReader(BaseReader):
             last = int(np.searchsorted(rows.offsets, begin + _SLAB, "right")) - 1
             last = min(max(last, first + 1), count)
             nbytes = int(rows.offsets[last]) - begin
-            found.append(Slab(begin, nbytes, partial(self._parts, rows, first, last), 3 * PIECE))
+            found.append(Slab(begin, nbytes, partial(self._parts, rows, first, last), self._slab_memory))
             first = last
         return found
 
     def _parts(self, rows: _Rows, first: int, last: int) -> Iterator[memoryview]:
         """The bytes of some rows. Small ones are gathered, large ones come in pieces."""
-        with self.memory.take(3 * PIECE, say("the entries of {path}", path=self.path)):
+        with self.memory.take(self._slab_memory, say("the entries of {path}", path=self.path)):
             yield from self._gathered(rows, first, last)
         self._require_same_state()
 
@@ -294,39 +276,16 @@ class LmdbReader(BaseReader):
         stated, _, flags, low, high = _HEADER.unpack(self._file.read_at(number * size, _HEADER.size))
         pages = -(-(_HEADER.size + length) // size)
         if stated != number or flags != _OVERFLOW or low | high << 16 != pages:
-            raise damaged(self.path, say("page {number} is not the expected one", number=number))
+            raise damaged(self.path, f"page {number} is not the expected one")
 
-    def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is None:
-            out[...] = self._rows[spec.name.partition("/")[0]].offsets
-            progress(spec.nbytes)
-            return
-        view, at = bytes_of(out), 0
-        for slab in slabs:
-            for part in slab.decode():
-                view[at : at + len(part)] = part
-                at += len(part)
-                progress(len(part))
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
-    def _decoding(self, spec: Any) -> int:
-        return 0 if spec.name.endswith("/offsets") else 3 * PIECE
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
+    def _small(self, spec: ArraySpec) -> Array:
+        return self._rows[str(spec.ragged)].offsets
 
 
 def _page_size(meta: bytes, path: Path) -> int:
     size = int(_TREE.unpack_from(meta, _HEADER.size + _META.size)[0])
     if not 512 <= size <= 1 << 15 or size & (size - 1):
-        raise damaged(path, say("{size} is not a page size", size=size))
+        raise damaged(path, f"{size} is not a page size")
     return size
 
 
@@ -335,16 +294,16 @@ def _tree(meta: bytes, number: int, path: Path) -> _Tree:
     stated, _, kind, _, _ = _HEADER.unpack_from(meta)
     magic, version, _, _ = _META.unpack_from(meta, _HEADER.size)
     if stated != number or not kind & _IS_META or magic != MAGIC:
-        raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
+        raise damaged(path, f"page {number} is not a meta page of LMDB")
     if version != _VERSION:
         raise _unsupported(path, say("its data version is {version}, not {ours}", version=version, ours=_VERSION))
     # Of the database of free pages: integer keys, and how the environment was opened.
     free = _TREE.unpack_from(meta, _HEADER.size + _META.size)[1]
     if not free & _INTEGER_KEYS or free & ~(_INTEGER_KEYS | _FIXED_MAP | _NO_DIRECTORY):
-        raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
+        raise damaged(path, f"page {number} is not a meta page of LMDB")
     padding, flags, depth, _, _, _, entries, root = _TREE.unpack_from(meta, _HEADER.size + _META.size + _TREE.size)
     if padding and not flags:  # the length of values, for several of one length at a key
-        raise damaged(path, say("page {number} is not a meta page of LMDB", number=number))
+        raise damaged(path, f"page {number} is not a meta page of LMDB")
     last, transaction = _LAST.unpack_from(meta, _HEADER.size + _META.size + 2 * _TREE.size)
     return _Tree(_page_size(meta, path), flags, depth, entries, root, last, transaction)
 
@@ -353,11 +312,11 @@ def _nodes(page: bytes, size: int, path: Path) -> tuple[Array, Array]:
     """Where the nodes of a page begin, and the page as 16-bit numbers."""
     *_, lower, upper = _HEADER.unpack_from(page)
     if not _HEADER.size < lower <= upper <= size or lower % 2:
-        raise damaged(path, say("a page has no room for its nodes"))
+        raise damaged(path, "a page has no room for its nodes")
     halves: Array = np.frombuffer(page, "<u2")
     starts = halves[_HEADER.size // 2 : lower // 2].astype(_INT)
     if (starts < upper).any() or (starts > size - _NODE).any() or (starts % 2).any():
-        raise damaged(path, say("a node is outside its page"))
+        raise damaged(path, "a node is outside its page")
     return starts, halves
 
 
@@ -381,11 +340,11 @@ class _Leaf:
         self.value_starts = self.key_starts + key
         stored = np.where(self._flags & _BIG, 8, self.value_lengths)
         if (self._within + key + stored > size).any() or (key == 0).any():
-            raise damaged(path, say("an entry is longer than its page"))
+            raise damaged(path, "an entry is longer than its page")
         if (self._flags & (_NAMED | _DUPLICATES)).any():
             raise _unsupported(path, say("it has named databases, or several values for a key"))
         if (self._flags & ~_BIG).any():
-            raise damaged(path, say("an entry has unknown flags"))
+            raise damaged(path, "an entry has unknown flags")
 
     def keys(self) -> list[bytes]:
         starts, lengths = self._within.tolist(), self.key_lengths.tolist()

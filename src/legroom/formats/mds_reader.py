@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import DamagedSource, LegroomError, UnreadableSource, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab, TableSpec
 from legroom.formats.decoding_memory_budget import UNLIMITED
 from legroom.formats.file_reads_and_errors import (
     FolderFile,
@@ -34,15 +34,14 @@ from legroom.formats.file_reads_and_errors import (
     damaged,
     packed_stamp,
     truncated,
-    unpacked_stamp,
 )
 from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
+    SlabReader,
     gather_ranges,
     ragged_specs,
-    read_slabs,
     slabs_of_rows,
 )
 from legroom.messages import phrase, say
@@ -98,7 +97,7 @@ def parse_index(path: Path, text: bytes) -> tuple[list[Column], list[MdsShard]]:
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise damaged(path, say("it is not JSON: {problem}", problem=problem)) from problem
+        raise damaged(path, f"it is not JSON: {problem}") from problem
     shards = index.get("shards") if isinstance(index, dict) else None
     if not isinstance(shards, list) or not shards:
         raise _not_an_index(path, say("it has no list of shards"))
@@ -133,11 +132,8 @@ def _columns(path: Path, number: int, shard: dict[str, Any]) -> list[Column]:
         if size != column.size or type(size) is bool:
             raise damaged(
                 path,
-                say(
-                    "column {name!r} of shard {number} has size {size}, but its encoding {encoding!r} has {own}",
-                    name=name, number=number, size=size, encoding=encoding, own=column.size,
-                ),
-            )  # fmt: skip
+                f"column {name!r} of shard {number} has size {size}, but its encoding {encoding!r} has {column.size}",
+            )
         columns.append(column)
     return columns
 
@@ -161,7 +157,7 @@ def _column(path: Path, name: str, encoding: str) -> Column:
     if not lengths:
         return Column(name, encoding)  # each value with its own shape in front of its bytes
     if 0 in (axes := tuple(map(int, lengths))):
-        raise damaged(path, say("the shape of column {name!r} is {shape}", name=name, shape=axes))
+        raise damaged(path, f"the shape of column {name!r} is {axes}")
     return Column(name, encoding, np.dtype(dtype), axes)
 
 
@@ -192,7 +188,7 @@ def _file(path: Path, number: int, given: Any) -> ShardFile | None:
 
 
 def _invalid(path: Path, number: int, key: str) -> DamagedSource:
-    return damaged(path, say("{key} of shard {number} is invalid", key=repr(key), number=number))
+    return damaged(path, f"{key!r} of shard {number} is invalid")
 
 
 def _not_an_index(path: Path, why: str) -> UnsupportedData:
@@ -208,10 +204,8 @@ _HASHED = 1 << 20
 _DTYPE = np.dtype(np.uint32)
 
 
-class MdsReader(BaseReader):
+class MdsReader(SlabReader):
     """A directory of MDS shards."""
-
-    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -221,6 +215,7 @@ class MdsReader(BaseReader):
         self._stamps = bytearray()
 
     def _describe(self) -> Description:
+        self._shards, self._stamps = [], bytearray()  # without what an attempt that was refused has found
         columns, shards = self._read_index()
         every = [spec.name for column in columns for spec in _specs(column, 0, 0)]
         self._columns = {
@@ -249,9 +244,8 @@ class MdsReader(BaseReader):
         path = self.path / INDEX
         stats = self._root.stat(INDEX)
         if stats.st_size > MOST_INDEX:
-            raise damaged(path, say("it has {size} bytes", size=stats.st_size))
-        self._stamps += packed_stamp(stats)
-        stamp = unpacked_stamp(self._stamps, 0)
+            raise damaged(path, f"it has {stats.st_size} bytes")
+        self._stamps += (stamp := packed_stamp(stats))
         with self.memory.take(_PARSED * stats.st_size, str(path)), FolderFile(self._root, INDEX, stamp) as file:
             return parse_index(path, file.read_at(0, file.size))
 
@@ -264,12 +258,11 @@ class MdsReader(BaseReader):
             if stats.st_size < stored.nbytes:
                 raise truncated(self.path / stored.name, stored.nbytes, stats.st_size)
             raise damaged(
-                self.path / stored.name,
-                say("it has {has} bytes, but the index states {needed}", has=stats.st_size, needed=stored.nbytes),
+                self.path / stored.name, f"it has {stats.st_size} bytes, but the index states {stored.nbytes}"
             )
         counted.add(1000)
-        self._stamps += packed_stamp(stats)
-        opened = _OpenedShard(self, shard, stored, unpacked_stamp(packed_stamp(stats), 0))
+        self._stamps += (stamp := packed_stamp(stats))
+        opened = _OpenedShard(self, shard, stored, stamp)
         opened.find_values(columns, set(self._columns), counted)
         return opened
 
@@ -299,9 +292,6 @@ class MdsReader(BaseReader):
         """Whether the index and every shard have one of these stamps."""
         return are_among(self._stamps, stamps)
 
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         column = self._column_of(spec)
         if spec.name.endswith("/offsets") and column.dtype is None:
@@ -313,9 +303,8 @@ class MdsReader(BaseReader):
         return slabs
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is not None:
-            read_slabs(slabs, out, progress)
+        if self._slabs(spec) is not None:
+            super()._read(spec, out, progress)
             return
         column, row = self._column_of(spec), 0
         out[0] = 0
@@ -350,12 +339,12 @@ def _specs(column: Column, rows: int, nbytes: int) -> list[ArraySpec]:
 class _OpenedShard:
     """One shard: where the values of its samples are."""
 
-    def __init__(self, reader: MdsReader, shard: MdsShard, stored: ShardFile, stamp: tuple[int, ...]) -> None:
+    def __init__(self, reader: MdsReader, shard: MdsShard, stored: ShardFile, stamp: bytes) -> None:
         self._root, self._memory = reader._root, reader.memory
         self._shard, self._stored, self._stamp = shard, stored, stamp
         self._path = reader.path / stored.name
         self._compressed = stored is shard.compressed
-        self._verified = threading.Lock(), [False]
+        self._verifying, self._verified = threading.Lock(), False
         # Of the values of each selected column: positions in the decompressed shard, and one after the other.
         self.starts: dict[str, Array] = {}
         self.offsets: dict[str, Array] = {}
@@ -367,10 +356,6 @@ class _OpenedShard:
         whole = 2 * self._shard.raw.nbytes + self._stored.nbytes if self._compressed else 0
         return whole + SLAB_MEMORY
 
-    @property
-    def _what(self) -> str:
-        return str(self._path)
-
     def nbytes_of(self, column: Column) -> int:
         """Bytes of a column."""
         return int(self.offsets[column.name][-1])
@@ -379,21 +364,17 @@ class _OpenedShard:
         """Read the samples' positions and the lengths of their values."""
         count, size = self._shard.samples, self._shard.raw.nbytes
         if 4 * (count + 2) > size:
-            raise self._damaged(say("the index states {count} samples, more than it can hold", count=count))
+            raise damaged(self._path, f"the index states {count} samples, more than it can hold")
         free = sum(column.size is None for column in columns)
         counted.add(8 * count * len(selected))
         # Positions, lengths, and the numbers they are computed with.
-        with self._memory.take(self.decoding + count * (60 + 4 * free), self._what), self._opened() as file:
-            if self._compressed:
-                self._verified[1][0] = True  # compared while it was decompressed
+        with self._memory.take(self.decoding + count * (60 + 4 * free), str(self._path)), self._opened() as file:
             positions = np.frombuffer(file.read_at(0, 4 * (count + 2)), "<u4").astype(np.int64)
             edges = positions[1:]
             if int(positions[0]) != count:
-                raise self._damaged(
-                    say("it has {has} samples, the index states {count}", has=int(positions[0]), count=count)
-                )
+                raise damaged(self._path, f"it has {int(positions[0])} samples, the index states {count}")
             if int(edges[0]) < 4 * (count + 2) or int(edges[-1]) != size or bool((np.diff(edges) < 4 * free).any()):
-                raise self._damaged(say("the positions of its samples are invalid"))
+                raise damaged(self._path, "the positions of its samples are invalid")
             lengths = self._read_lengths(file, edges, free)
             self._find_starts(columns, selected, edges, lengths)
 
@@ -402,11 +383,11 @@ class _OpenedShard:
         lengths = np.empty((len(edges) - 1, free), _DTYPE)
         if lengths.size:
             offsets = np.arange(len(edges), dtype=np.int64) * (4 * free)
+            view, at = bytes_of(lengths), 0
+            # One after the other: the memory of one is counted.
             for slab in slabs_of_rows(
-                offsets, partial(gather_ranges, file, edges[:-1], offsets, UNLIMITED, self._what)
+                offsets, partial(gather_ranges, file, edges[:-1], offsets, UNLIMITED, str(self._path))
             ):
-                at = slab.start
-                view = bytes_of(lengths)
                 for part in slab.decode():
                     view[at : at + len(part)] = part
                     at += len(part)
@@ -425,18 +406,15 @@ class _OpenedShard:
         wrong = np.flatnonzero(at != edges[1:])
         if len(wrong):
             row = int(wrong[0])
-            raise self._damaged(
-                say(
-                    "the values of sample {row} end at byte {has}, the sample at byte {needed}",
-                    row=row, has=int(at[row]), needed=int(edges[row + 1]),
-                )
+            raise damaged(self._path,
+                f"the values of sample {row} end at byte {at[row]}, the sample at byte {edges[row + 1]}"
             )  # fmt: skip
 
     def _add_offsets(self, column: Column, lengths: Array | None) -> None:
         size, count = self._shard.raw.nbytes, self._shard.samples
         total = int(lengths.sum(dtype=np.int64)) if lengths is not None else count * (column.size or 0)
         if total > size:
-            raise self._damaged(say("the values of column {name!r} are longer than the shard", name=column.name))
+            raise damaged(self._path, f"the values of column {column.name!r} are longer than the shard")
         offsets = self.offsets[column.name] = np.zeros(count + 1, _DTYPE)
         np.cumsum(lengths if lengths is not None else np.full(count, column.size, _DTYPE), out=offsets[1:])
 
@@ -478,7 +456,7 @@ class _OpenedShard:
                 yield file
                 return
             data = self._decompressed(file)
-        yield _InMemory(self._path, data)
+        yield _InMemory(data)
 
     def _decompressed(self, file: SourceFile) -> bytes:
         packed, size = file.read_at(0, file.size), self._shard.raw.nbytes
@@ -488,44 +466,38 @@ class _OpenedShard:
                 stream = zlib.decompressobj(wbits=31)
                 data = stream.decompress(packed, size + 1)
                 if not stream.eof or stream.unused_data:
-                    raise self._damaged(say("it does not decompress to the {size} bytes of the index", size=size))
+                    raise damaged(self._path, f"it does not decompress to the {size} bytes of the index")
             else:
                 arrow = require("pyarrow", "parquet", phrase("shards compressed with zstd"))
                 data = arrow.Codec("zstd").decompress(packed, decompressed_size=size, asbytes=True)
         except LegroomError:
             raise
         except Exception as problem:  # zlib.error, OSError and ValueError of pyarrow
-            raise self._damaged(str(problem)) from problem
+            raise damaged(self._path, str(problem)) from problem
         if len(data) != size:
-            raise self._damaged(say("it does not decompress to the {size} bytes of the index", size=size))
+            raise damaged(self._path, f"it does not decompress to the {size} bytes of the index")
         _compare_hashes(self._path, self._shard.raw.hashes, [data])
         return data
 
     def verify(self) -> None:
         """Compare a plain shard with the hashes in the index, once. A compressed one is compared when it is read."""
-        lock, done = self._verified
-        if done[0] or self._compressed:
+        if self._verified or self._compressed:
             return
-        with lock:
-            if not done[0]:
+        with self._verifying:
+            if not self._verified:
                 with FolderFile(self._root, self._stored.name, self._stamp) as file:
                     blocks = (file.read_at(at, min(_HASHED, file.size - at)) for at in range(0, file.size, _HASHED))
                     _compare_hashes(self._path, self._stored.hashes, blocks)
-                done[0] = True
-
-    def _damaged(self, why: str) -> LegroomError:
-        return damaged(self._path, why)
+                self._verified = True
 
 
 class _InMemory:
-    """A decompressed shard, read like a file."""
+    """A decompressed shard, read like a file; every position was compared with its size."""
 
-    def __init__(self, path: Path, data: bytes) -> None:
-        self.path, self.size, self._data = path, len(data), memoryview(data)
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
 
     def read_at(self, offset: int, count: int) -> memoryview:
-        if offset + count > self.size:
-            raise truncated(self.path, offset + count, self.size)
         return self._data[offset : offset + count]
 
 
@@ -537,15 +509,7 @@ def _compare_hashes(path: Path, stated: dict[str, str], blocks: Any) -> None:
                 hasher.update(block)
     for name, hasher in hashers.items():
         if hasher.hexdigest() != stated[name].lower():
-            raise damaged(
-                path,
-                say(
-                    "its {name} is {has}, the index states {needed}",
-                    name=name,
-                    has=hasher.hexdigest(),
-                    needed=stated[name],
-                ),
-            )
+            raise damaged(path, f"its {name} is {hasher.hexdigest()}, the index states {stated[name]}")
 
 
 def _hasher(path: Path, name: str) -> Any:

@@ -94,7 +94,7 @@ class MegatronReader(BaseReader):
         head = self._index.read_at(0, _HEADER.size)
         magic, version, code, self._sequences, self._documents = _HEADER.unpack(head)
         if magic != MAGIC or version != 1:
-            raise damaged(self.path, say("unknown version {version} of Megatron's index", version=version))
+            raise damaged(self.path, f"unknown version {version} of Megatron's index")
         if code in _FLOATS:
             raise UnsupportedData(
                 say("{path} holds no tokens", path=self.path),
@@ -102,7 +102,7 @@ class MegatronReader(BaseReader):
                 fix=(say("write the dataset with an integer type"),),
             )
         if code not in _DTYPES:
-            raise damaged(self.path, say("unknown type code {code}", code=code))
+            raise damaged(self.path, f"unknown type code {code}")
         self._dtype = np.dtype(_DTYPES[code])
         lengths, pointers = 4 * self._sequences, 8 * self._sequences
         self._pointers = _HEADER.size + lengths
@@ -113,17 +113,16 @@ class MegatronReader(BaseReader):
         if self._index.size not in (self._modes, self._modes + self._sequences):
             raise damaged(
                 self.path,
-                say("{count} sequences and {documents} document indices need {needed} bytes, but it has {has}",
-                    count=self._sequences, documents=self._documents, needed=self._modes, has=self._index.size),
-            )  # fmt: skip
+                f"{self._sequences} sequences and {self._documents} document indices need {self._modes} "
+                f"bytes, but it has {self._index.size}",
+            )
 
     def _describe(self) -> Description:
         self._check_sequences()
         self._check_documents()
         items = self._items()
-        names = [item.name for item in items]
-        taken = tuple(item for item in items if self.selection.takes(item.name))
-        self.selection.check([item.name for item in taken], names, self.path)
+        chosen = set(self.selection.choose([item.name for item in items], self.path))
+        taken = tuple(item for item in items if item.name in chosen)
         return Description("megatron", taken, {}, (self.path, self._bin.path), (self._lookup,))
 
     def _items(self) -> list[ArraySpec]:
@@ -145,7 +144,7 @@ class MegatronReader(BaseReader):
         for first, lengths in self._lengths():
             if lengths.min() < 0:
                 row = first + int(np.argmax(lengths < 0))
-                raise damaged(self.path, say("the length of sequence {row} is negative", row=row))
+                raise damaged(self.path, f"the length of sequence {row} is negative")
             starts = end + (np.cumsum(lengths) - lengths) * self._dtype.itemsize
             pointers = self._numbers(self._pointers + 8 * first, "<i8", len(lengths))
             wrong = np.flatnonzero(pointers != starts)
@@ -153,9 +152,9 @@ class MegatronReader(BaseReader):
                 row = int(wrong[0])
                 raise damaged(
                     self.path,
-                    say("sequence {row} starts at byte {has} of the .bin file; the one before it ends at byte {needed}",
-                        row=first + row, has=int(pointers[row]), needed=int(starts[row])),
-                )  # fmt: skip
+                    f"sequence {first + row} starts at byte {int(pointers[row])} of the .bin file; the one "
+                    f"before it ends at byte {int(starts[row])}",
+                )
             end += int(lengths.sum()) * self._dtype.itemsize
             if end > self._bin.size:
                 break
@@ -173,13 +172,10 @@ class MegatronReader(BaseReader):
             count = min(_AT_ONCE, self._documents - first)
             indices = self._numbers(self._document_at + 8 * first, "<i8", count)
             if (first == 0 and indices[0] != 0) or indices[0] < last or (indices[1:] < indices[:-1]).any():
-                raise damaged(self.path, say("its document indices are not in order"))
+                raise damaged(self.path, "its document indices are not in order")
             last = int(indices[-1])
         if self._documents == 0 or last != self._sequences:
-            raise damaged(
-                self.path,
-                say("its documents end at sequence {last}, but there are {count}", last=last, count=self._sequences),
-            )
+            raise damaged(self.path, f"its documents end at sequence {last}, but there are {self._sequences}")
 
     def _lengths(self) -> Iterator[tuple[int, NDArray]]:
         """The number of the first sequence of each piece, and the lengths in it as int64."""

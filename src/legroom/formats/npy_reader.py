@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Checksum, Description, Extent, FileReader, native_dtype
 from legroom.formats.decompress_deflate import zlib_module
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, wrong_checksum
 from legroom.formats.fill_arrays import PIECE, Progress, ReadNext, bytes_of, copy_raw, fill_in_order, sequential
@@ -41,21 +41,13 @@ def is_raw(header: NpyHeader) -> bool:
     return not fortran and header.dtype == native_dtype(header.dtype)
 
 
-class NpyReader(BaseReader):
+class NpyReader(FileReader):
     """A .npy file: one array."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        try:
-            self._header = read_header(self._file.read_at, path, NAME)
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
+        self._header = read_header(self._file.read_at, self.path, NAME)
         spec = ArraySpec(NAME, self._header.shape, native_dtype(self._header.dtype))
-        self.selection.check([NAME], [NAME], self.path)
+        self.selection.choose([NAME], self.path)
         self._file.require(self._header.size, spec.nbytes)
         return Description("npy", (spec,), {}, (self.path,))
 
@@ -70,13 +62,6 @@ class NpyReader(BaseReader):
             read_next = sequential(self._file, header.size)
             fill_in_order(read_next, out, header.dtype, header.fortran, progress)
 
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
-
 
 @dataclass(frozen=True, slots=True)
 class _Member:
@@ -85,25 +70,13 @@ class _Member:
     start: int  # offset of the member's bytes in the archive
 
 
-class NpzReader(BaseReader):
+class NpzReader(FileReader):
     """An .npz file."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        self._members: dict[str, _Member] = {}
-        try:
-            self._infos = member_infos(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
-        starts = {info.filename: data_start(self._file, info) for info in self._infos}
-        names = {info.filename.removesuffix(".npy"): info for info in self._infos if info.filename.endswith(".npy")}
-        taken = {name: info for name, info in names.items() if self.selection.takes(name)}
-        self.selection.check(taken, names, self.path)
-        self._members = {name: self._member(name, info, starts[info.filename]) for name, info in taken.items()}
+        infos = [info for info in member_infos(self._file) if info.filename.endswith(".npy")]
+        names = {info.filename.removesuffix(".npy"): info for info in infos}
+        self._members = {name: self._member(name, names[name]) for name in self.selection.choose([*names], self.path)}
         specs = tuple(
             ArraySpec(name, member.header.shape, native_dtype(member.header.dtype))
             for name, member in self._members.items()
@@ -113,21 +86,18 @@ class NpzReader(BaseReader):
             if member.header.size + spec.nbytes != member.info.file_size:
                 raise damaged(
                     self.path,
-                    say(
-                        "{name!r} needs {needed} bytes, but the archive holds {has}",
-                        name=spec.name,
-                        needed=member.header.size + spec.nbytes,
-                        has=member.info.file_size,
-                    ),
+                    f"{spec.name!r} needs {member.header.size + spec.nbytes} bytes, but the archive holds "
+                    f"{member.info.file_size}",
                 )
         return Description("npz", specs, {}, (self.path,))
 
-    def _member(self, name: str, info: zipfile.ZipInfo, start: int) -> _Member:
+    def _member(self, name: str, info: zipfile.ZipInfo) -> _Member:
         if info.flag_bits & _ENCRYPTED:
             raise UnsupportedData(
                 say("{name!r} of {path} is encrypted", name=name, path=self.path),
                 fix=(say("write the archive without a password"),),
             )
+        start = data_start(self._file, info)
         self._file.require(start, info.compress_size)
         read = self._reader_of_head(info, start)
         return _Member(info, read_header(read, self.path, name), start)
@@ -140,7 +110,7 @@ class NpzReader(BaseReader):
         def read(offset: int, count: int) -> bytes:
             nonlocal head
             if offset + count > info.file_size:
-                raise damaged(self.path, say("{name!r} ends within its header", name=info.filename))
+                raise damaged(self.path, f"{info.filename!r} ends within its header")
             while len(head) < offset + count:
                 buffer = bytearray(offset + count - len(head))
                 read_next(memoryview(buffer))
@@ -186,9 +156,7 @@ class NpzReader(BaseReader):
                 except (ValueError, EOFError, OSError, zipfile.BadZipFile) as problem:
                     if isinstance(problem, SourceError):
                         raise
-                    raise damaged(
-                        self.path, say("{name!r}: {problem}", name=info.filename, problem=problem)
-                    ) from problem
+                    raise damaged(self.path, f"{info.filename!r}: {problem}") from problem
                 if not part:
                     raise damaged(self.path, say("{name!r} is truncated", name=info.filename))
                 view[done : done + len(part)] = part
@@ -197,13 +165,6 @@ class NpzReader(BaseReader):
                 crc.add(view)
 
         return read_next
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 class _RunningCrc:
@@ -222,22 +183,20 @@ def member_infos(file: SourceFile) -> list[zipfile.ZipInfo]:
         with file.as_stream() as stream, zipfile.ZipFile(stream) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, EOFError) as problem:
-        raise damaged(file.path, say("invalid zip archive: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"invalid zip archive: {problem}") from problem
     except (struct.error, UnicodeDecodeError, IndexError) as problem:  # a damaged directory
-        raise damaged(file.path, say("invalid zip directory: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"invalid zip directory: {problem}") from problem
 
 
 def data_start(file: SourceFile, info: zipfile.ZipInfo) -> int:
     """Offset of a member's bytes: after its local header, which repeats the name and has an extra field of its own."""
     local = file.read_at(info.header_offset, 30)
     if local[:4] != b"PK\x03\x04":
-        raise damaged(file.path, say("there is no member at byte {at}", at=info.header_offset))
+        raise damaged(file.path, f"there is no member at byte {info.header_offset}")
     name, extra = (int(n) for n in struct.unpack("<HH", local[26:30]))
     encoding = "utf-8" if info.flag_bits & _UTF8 else "cp437"
     if file.read_at(info.header_offset + 30, name) != info.orig_filename.encode(encoding, "replace"):
-        raise damaged(
-            file.path, say("the zip directory and the member header name {name!r} differently", name=info.filename)
-        )
+        raise damaged(file.path, f"the zip directory and the member header name {info.filename!r} differently")
     return info.header_offset + 30 + name + extra
 
 
@@ -306,14 +265,14 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
     """Parse the header; ``read(offset, count)`` returns exactly the bytes requested, or raises."""
     lead = read(0, 8)
     if lead[:6] != NPY_MAGIC:
-        raise damaged(path, say("{name!r} has no .npy header", name=name))
+        raise damaged(path, f"{name!r} has no .npy header")
     version = lead[6]
     if version not in (1, 2, 3) or lead[7] != 0:
-        raise damaged(path, say("{name!r}: unknown .npy version {a}.{b}", name=name, a=version, b=lead[7]))
+        raise damaged(path, f"{name!r}: unknown .npy version {version}.{lead[7]}")
     width = 2 if version == 1 else 4
     length = int.from_bytes(read(8, width), "little")
     if length > _MOST_HEADER:
-        raise damaged(path, say("{name!r}: the header is too long ({length} bytes)", name=name, length=length))
+        raise damaged(path, f"{name!r}: the header is too long ({length} bytes)")
     text = read(8 + width, length)
     try:
         shape, dtype, fortran = _parse(text.decode("utf-8" if version == 3 else "latin-1"))
@@ -324,7 +283,7 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
             fix=(say("save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"),),
         ) from None
     except Exception as problem:  # literal_eval also raises MemoryError, RecursionError and SystemError
-        raise damaged(path, say("the header of {name!r}: {problem}", name=name, problem=problem)) from problem
+        raise damaged(path, f"the header of {name!r}: {problem}") from problem
     return NpyHeader(shape, dtype, fortran, 8 + width + length)
 
 

@@ -31,7 +31,6 @@ from legroom.formats.table_reader import (
     schema_bytes,
     without_dictionaries,
 )
-from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import require
 
 _BATCH_BYTES = 4 << 20
@@ -58,7 +57,7 @@ class ParquetReader(TableReader):
         super().__init__(path, selection)
         try:
             parquet = require("pyarrow.parquet", "parquet", "Parquet")
-            with arrow_errors(path, say("its footer")):
+            with arrow_errors(path, "its footer"):
                 # Read page by page: no pre-buffering, no whole column chunks in memory.
                 self._table = parquet.ParquetFile(
                     self._arrow_file(), pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True
@@ -81,8 +80,8 @@ class ParquetReader(TableReader):
         rows = self._metadata.num_rows
         groups = self._groups = row_groups(self._file)
         if groups is not None and sum(count for count, _ in groups) != rows:
-            raise damaged(self.path, say("its row groups do not add up to {rows} rows", rows=rows))
-        with arrow_errors(self.path, say("the sizes of its columns")):
+            raise damaged(self.path, f"its row groups do not add up to {rows} rows")
+        with arrow_errors(self.path, "the sizes of its columns"):
             data = sum(self._column_sizes(groups).values())
             self._batch_rows = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(1, data)))
             schema = self._schema()
@@ -153,10 +152,10 @@ class ParquetReader(TableReader):
     def _batches(self) -> Iterator[Any]:
         arrow = require("pyarrow", "parquet", "Parquet")
         schema = self._schema()
-        with arrow_errors(self.path, say("its pages")):
+        with arrow_errors(self.path, "its pages"):
             source = self._table.iter_batches(batch_size=self._batch_rows, columns=self._names)
         while True:
-            with arrow_errors(self.path, say("its pages")):
+            with arrow_errors(self.path, "its pages"):
                 batch = next(source, None)
                 if batch is None:
                     return
@@ -218,15 +217,6 @@ def _chunk(column: dict[int, Any]) -> ColumnChunk:
     return ColumnChunk(entries, exact, start, column[7], size, column[1] == _BYTE_ARRAY)
 
 
-def page_header(data: bytes) -> tuple[dict[int, Any], int]:
-    """The fields of the page header at the start of ``data``, by number, and its length.
-
-    ValueError or IndexError if there is none, or if it is longer than ``data``.
-    """
-    reader = _Compact(data)
-    return reader.struct(0), reader.at
-
-
 @dataclass(frozen=True, slots=True)
 class Pages:
     """The largest dictionary and page of one column chunk, in bytes."""
@@ -277,7 +267,8 @@ def _header(file: SourceFile, at: int, end: int) -> tuple[dict[int, Any], int]:
     while True:
         data = file.read_at(at, min(size, end - at))
         try:
-            return page_header(data)
+            reader = _Compact(data)
+            return reader.struct(0), reader.at
         except (IndexError, ValueError):
             if len(data) < size or size >= _MOST_HEADER:
                 raise

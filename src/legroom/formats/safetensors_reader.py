@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import sys
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Description, Extent, FileReader, native_dtype
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
 from legroom.messages import say
@@ -33,58 +32,38 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
-class SafetensorsReader(BaseReader):
+class SafetensorsReader(FileReader):
     """A .safetensors file."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        try:
-            self._header, self._start = _read_header(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
-        header = dict(self._header)
+        header, self._start = _read_header(self._file)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise damaged(self.path, say("__metadata__ is not an object of strings"))
-        ranges = {name: self._range(name, entry) for name, entry in header.items()}
-        self._check_ranges(ranges)
-        self._ranges = ranges
-        taken = [name for name in header if self.selection.takes(name)]
-        self.selection.check(taken, header, self.path)
-        specs = tuple(self._spec(name, header[name]) for name in taken)
+            raise damaged(self.path, "__metadata__ is not an object of strings")
+        self._ranges = {name: self._range(name, entry) for name, entry in header.items()}
+        self._check_ranges()
+        specs = tuple(self._spec(name, header[name]) for name in self.selection.choose([*header], self.path))
         return Description("safetensors", specs, metadata, (self.path,))
 
     def _range(self, name: str, entry: object) -> tuple[int, int]:
         if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-            raise damaged(self.path, say("{name!r} must have exactly dtype, shape and data_offsets", name=name))
+            raise damaged(self.path, f"{name!r} must have exactly dtype, shape and data_offsets")
         offsets = entry["data_offsets"]
         if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise damaged(self.path, say("invalid offsets of {name!r}: {has}", name=name, has=offsets))
+            raise damaged(self.path, f"invalid offsets of {name!r}: {offsets}")
         return offsets[0], offsets[1]
 
-    def _check_ranges(self, ranges: dict[str, tuple[int, int]]) -> None:
+    def _check_ranges(self) -> None:
         """In the order of their offsets, the tensors must cover everything after the header exactly once."""
         end = 0
-        for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+        for name, (first, last) in sorted(self._ranges.items(), key=lambda item: item[1]):
             if first != end:
-                raise damaged(
-                    self.path,
-                    say(
-                        "{name!r} starts at {first}, but the previous tensor ends at {end}",
-                        name=name,
-                        first=first,
-                        end=end,
-                    ),
-                )
+                raise damaged(self.path, f"{name!r} starts at {first}, but the previous tensor ends at {end}")
             end = last
         self._file.require(self._start, end)
         if self._start + end != self._file.size:
             extra = self._file.size - self._start - end
-            raise damaged(self.path, say("{extra} bytes after the last tensor", extra=extra))
+            raise damaged(self.path, f"{extra} bytes after the last tensor")
 
     def _spec(self, name: str, entry: dict[str, Any]) -> ArraySpec:
         kind, shape = entry["dtype"], entry["shape"]
@@ -96,21 +75,14 @@ class SafetensorsReader(BaseReader):
             )
         text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
         if text is None:
-            raise damaged(self.path, say("{name!r} has the unknown type {kind!r}", name=name, kind=kind))
+            raise damaged(self.path, f"{name!r} has the unknown type {kind!r}")
         if not _is_sizes(shape) or len(shape) > 32:
-            raise damaged(self.path, say("invalid shape of {name!r}: {shape}", name=name, shape=shape))
+            raise damaged(self.path, f"invalid shape of {name!r}: {shape}")
         dtype = np.dtype(text)
         first, last = self._ranges[name]
         if prod(shape) * dtype.itemsize != last - first:
             raise damaged(
-                self.path,
-                say(
-                    "{name!r} has {has} bytes, which does not match shape {shape} and type {kind}",
-                    name=name,
-                    shape=shape,
-                    kind=kind,
-                    has=last - first,
-                ),
+                self.path, f"{name!r} has {last - first} bytes, which does not match shape {shape} and type {kind}"
             )
         notes = {"safetensors_dtype": kind} if kind in _BITS else {}
         return ArraySpec(name, tuple(shape), native_dtype(dtype), notes)
@@ -130,28 +102,19 @@ class SafetensorsReader(BaseReader):
         else:
             fill_in_order(sequential(self._file, offset), out, self._file_dtype(spec), False, progress)
 
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
-
 
 def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     """The header as an object, and the offset of the tensors."""
     length = int.from_bytes(file.read_at(0, 8), "little")
     if length > MOST_HEADER:
-        raise damaged(
-            file.path, say("the header has {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER)
-        )
+        raise damaged(file.path, f"the header has {length} bytes; at most {MOST_HEADER} are allowed")
     text = file.read_at(8, length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as problem:
-        raise damaged(file.path, say("its header: {problem}", problem=problem)) from problem
+        raise damaged(file.path, f"its header: {problem}") from problem
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise damaged(file.path, say("its header is not a JSON object"))
+        raise damaged(file.path, "its header is not a JSON object")
     return header, 8 + length
 
 

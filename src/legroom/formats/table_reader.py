@@ -5,6 +5,7 @@ Also computes upper bounds of what Arrow types take in an IPC file. Disk space a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,17 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import LegroomError, UnsupportedData
-from legroom.formats.base_reader import (
-    ArraySpec,
-    BaseReader,
-    Extent,
-    Selection,
-    TableSpec,
-    as_json,
-    column_names,
-    what_is_read,
-)
-from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
+from legroom.formats.base_reader import FileReader, TableSpec, as_json, column_names, what_is_read
+from legroom.formats.file_reads_and_errors import damaged, unreadable
 from legroom.formats.fill_arrays import Progress, no_progress
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
@@ -34,12 +26,8 @@ _BUFFER = 16 + 64 + 16  # its entry in the header, the padding after it, one off
 _BATCH = 512 + 24 + 64  # a message's frame, its block in the footer, padding
 
 
-class TableReader(BaseReader):
+class TableReader(FileReader):
     """A file that holds one table."""
-
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
 
     def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         return arrow_errors(self.path, what_is_read(name))
@@ -51,7 +39,7 @@ class TableReader(BaseReader):
     def _columns(self, schema: Any) -> list[str]:
         """The selected columns: ``column``, ``table/column``, or ``table`` for all."""
         names = names_of_columns(schema, self.path)
-        double = {name for name in names if names.count(name) > 1}
+        double = {name for name, count in Counter(names).items() if count > 1}
         if double:
             raise UnsupportedData(
                 say("{path} has two columns named {name!r}", path=self.path, name=min(double)),
@@ -67,31 +55,19 @@ class TableReader(BaseReader):
         notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _HIDDEN_METADATA}
         return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
 
-    def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
-        raise NotImplementedError  # there are no arrays; BaseReader refuses first
-
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        raise NotImplementedError
-
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
         rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
         if rows != spec.rows:
-            raise damaged(
-                self.path, say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows)
-            )
+            raise damaged(self.path, f"it has {rows} rows, but its metadata states {spec.rows}")
         return taken
 
     def _schema(self) -> Any:
         raise NotImplementedError
 
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
     def _close(self) -> None:
         # Otherwise Arrow's allocator keeps what decoding freed, and this process may go on to train.
         require("pyarrow", "parquet", phrase("tables")).default_memory_pool().release_unused()
-        self._file.close()
+        super()._close()
 
 
 def write_ipc(
@@ -118,7 +94,7 @@ def write_ipc(
                 rows += batch.num_rows
                 del batch  # before the next one is read: memory was reserved for one
                 if sink.tell() > most:
-                    raise damaged(source, say("it holds more than the {most} bytes stated in its metadata", most=most))
+                    raise damaged(source, f"it holds more than the {most} bytes stated in its metadata")
                 progress(sink.tell() - reported)
                 reported = sink.tell()
         taken = sink.tell()
@@ -146,7 +122,7 @@ def arrow_errors(path: Path, doing: str) -> Iterator[None]:
                 why=text,
                 fix=(say("load only what you need: keys=[…]"),),
             ) from problem
-        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
+        raise damaged(path, f"{doing}: {text}") from problem
 
 
 def batch_overhead(schema: Any) -> int:
@@ -162,7 +138,7 @@ def schema_bytes(schema: Any) -> int:
 
 def names_of_columns(schema: Any, path: Path) -> list[str]:
     """The names. Raises DamagedSource if one of them, or of a field in a column, is not UTF-8."""
-    with arrow_errors(path, say("the names of its columns")):
+    with arrow_errors(path, "the names of its columns"):
         for part in schema:
             for kind in every_type(part.type):
                 _ = [field.name for field in _fields(kind)]

@@ -23,17 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, Slab, TableSpec
+from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.file_reads_and_errors import SourceFile, are_among, changed_while_read, damaged, packed_stamp
-from legroom.formats.fill_arrays import Array, Progress
-from legroom.formats.gather_byte_ranges import (
-    SLAB_MEMORY,
-    GrowingMemory,
-    gather_ranges,
-    ragged_specs,
-    read_slabs,
-    slabs_of_rows,
-)
+from legroom.formats.fill_arrays import Array
+from legroom.formats.gather_byte_ranges import GrowingMemory, SlabReader, gather_ranges, ragged_specs, slabs_of_rows
 from legroom.messages import listed, say, shown
 from legroom.units import format_size
 
@@ -72,11 +65,11 @@ def regular_files(file: SourceFile) -> Iterator[tuple[str, int, int]]:
         block = blocks.at(at)
         if not any(block):
             if pending.headers:
-                raise damaged(file.path, say("it ends after the long name of a file, at byte {at}", at=at))
+                raise damaged(file.path, f"it ends after the long name of a file, at byte {at}")
             _require_end(file, at)
             return
         if not _has_checksum(block):
-            raise damaged(file.path, say("the header at byte {at} does not match its checksum", at=at))
+            raise damaged(file.path, f"the header at byte {at} does not match its checksum")
         kind, size, data = block[156:157], _number(file, block[124:136], at), at + BLOCK
         if kind in b"LKg" or kind in _PAX:
             _read_extended(file, kind, data, size, at, pending)
@@ -162,7 +155,7 @@ def _number(file: SourceFile, field: bytes, at: int) -> int:
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip(b" ")
     if digits.strip(b"01234567"):
-        raise damaged(file.path, say("invalid size {field!r} in the header at byte {at}", field=field, at=at))
+        raise damaged(file.path, f"invalid size {field!r} in the header at byte {at}")
     return int(digits or b"0", 8)
 
 
@@ -179,7 +172,7 @@ def _name(file: SourceFile, block: bytes, at: int) -> str:
     if prefix:
         if block[257:263] != b"ustar\0":
             # GNU tar has times there, others nothing; programs differ in what they make of it.
-            raise damaged(file.path, say("the header at byte {at} has a name prefix, but is not ustar", at=at))
+            raise damaged(file.path, f"the header at byte {at} has a name prefix, but is not ustar")
         name = prefix + b"/" + name
     return _text(file, name, at)
 
@@ -203,29 +196,25 @@ def _read_extended(file: SourceFile, kind: bytes, data: int, size: int, at: int,
     if size > _MOST_EXTENDED:
         raise damaged(
             file.path,
-            say(
-                "the extended header at byte {at} claims {size}; at most {most} are read",
-                at=at,
-                size=format_size(size),
-                most=format_size(_MOST_EXTENDED),
-            ),
+            f"the extended header at byte {at} claims {format_size(size)}; at most "
+            f"{format_size(_MOST_EXTENDED)} are read",
         )
     text = file.read_at(data, size)
     if kind == b"g":
         records = _records(file, text, at)
         if b"path" in records or b"size" in records or any(key.startswith(b"GNU.sparse.") for key in records):
-            raise damaged(file.path, say("the global header at byte {at} sets the name or size of every file", at=at))
+            raise damaged(file.path, f"the global header at byte {at} sets the name or size of every file")
         return
     kind = b"x" if kind in _PAX else kind
     if kind in pending.headers:
-        raise damaged(file.path, say("the file at byte {at} has two extended headers of the same kind", at=at))
+        raise damaged(file.path, f"the file at byte {at} has two extended headers of the same kind")
     pending.headers += kind
     name = None
     if kind == b"L":
         # Programs end it at the first zero, wherever the size says that it ends.
         name = file.read_at(data, min(_padded(size), file.size - data)).partition(b"\0")[0]
         if len(name) not in (size - 1, size):
-            raise damaged(file.path, say("the long name at byte {at} does not have the length it states", at=at))
+            raise damaged(file.path, f"the long name at byte {at} does not have the length it states")
     elif kind == b"x":
         records = _records(file, text, at)
         name = records.get(b"path")
@@ -233,12 +222,12 @@ def _read_extended(file: SourceFile, kind: bytes, data: int, size: int, at: int,
             raise _sparse(file, records.get(b"GNU.sparse.name", name or b"").decode("utf-8", "replace"))
         if (stated := records.get(b"size")) is not None:
             if not stated.isdigit() or len(stated) > _MOST_DIGITS:
-                raise damaged(file.path, say("invalid size {field!r} in the header at byte {at}", field=stated, at=at))
+                raise damaged(file.path, f"invalid size {stated!r} in the header at byte {at}")
             pending.size = int(stated)
         name = name.rstrip(b"/") if name is not None else None
     if name is not None:
         if pending.name is not None:
-            raise damaged(file.path, say("the file at byte {at} has two long names", at=at))
+            raise damaged(file.path, f"the file at byte {at} has two long names")
         pending.name = _text(file, name, at)
 
 
@@ -252,7 +241,7 @@ def _records(file: SourceFile, text: bytes, at: int) -> dict[bytes, bytes]:
         end = start + int(digits) if digits.isdigit() else 0
         key, equals, value = text[space + 1 : end - 1].partition(b"=")
         if end <= space or end > len(text) or text[end - 1 : end] != b"\n" or not equals or not key:
-            raise damaged(file.path, say("the extended header at byte {at} is not a list of records", at=at))
+            raise damaged(file.path, f"the extended header at byte {at} is not a list of records")
         records[key] = value
         start = end
     return records
@@ -271,10 +260,8 @@ _MOST_COLUMNS = 1000
 _ROW = 18  # bytes of a column's row in the index: two numbers, and what a growing array allocates ahead
 
 
-class TarReader(BaseReader):
+class TarReader(SlabReader):
     """A tar archive of samples."""
-
-    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -310,9 +297,6 @@ class TarReader(BaseReader):
         self.selection.check([spec.name for spec in taken], every, self.path)
         return Description("webdataset", tuple(taken), {}, (self.path,))
 
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         column = self._columns.get(str(spec.ragged))
         if column is None or not spec.name.endswith("/values"):
@@ -325,19 +309,10 @@ class TarReader(BaseReader):
 
         return slabs_of_rows(offsets, decode)
 
-    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
-        slabs = self._slabs(spec)
-        if slabs is not None:
-            read_slabs(slabs, out, progress)
-            return
+    def _small(self, spec: ArraySpec) -> Array:
         if spec.name.endswith("/offsets"):
-            out[...] = self._columns.get(str(spec.ragged), self._keys).offsets_array()
-        else:
-            out[...] = self._key_text
-        progress(out.nbytes)
-
-    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        return SLAB_MEMORY if spec.name.endswith("/values") else 0
+            return self._columns.get(str(spec.ragged), self._keys).offsets_array()
+        return self._key_text
 
     @contextmanager
     def _opened(self) -> Iterator[SourceFile]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UsageError
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Description, Extent, FileReader, Selection, native_dtype
 from legroom.formats.detect import dtype_name
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
@@ -202,20 +202,12 @@ def require_dtype(path: Path, stated: np.dtype[Any], given: str | None) -> None:
         )
 
 
-class TokenReader(BaseReader):
+class TokenReader(FileReader):
     """A flat token file, or one of llm.c: one array."""
 
     def __init__(self, path: Path, selection: Selection, dtype: str | None = None) -> None:
         super().__init__(path, selection)
-        self._file = SourceFile(path)
-        try:
-            self._start, count, stored = self._layout(dtype)
-        except BaseException:
-            self._file.close()
-            raise
-        self._format = "llm.c" if self._start else "tokens"
-        self._stored = stored
-        self._spec = ArraySpec(NAME, (count,), native_dtype(stored))
+        self._given = dtype
 
     def _layout(self, given: str | None) -> tuple[int, int, np.dtype[Any]]:
         """Where the tokens start, how many there are, and their type."""
@@ -229,16 +221,15 @@ class TokenReader(BaseReader):
         if file.size % stored.itemsize:
             raise damaged(
                 self.path,
-                say(
-                    "its {size} bytes are not a whole number of {dtype} tokens of {width} bytes",
-                    size=file.size, dtype=stored.name, width=stored.itemsize,
-                ),
-            )  # fmt: skip
+                f"its {file.size} bytes are not a whole number of {stored.name} tokens of {stored.itemsize} bytes",
+            )
         return 0, file.size // stored.itemsize, stored
 
     def _describe(self) -> Description:
-        self.selection.check([NAME], [NAME], self.path)
-        return Description(self._format, (self._spec,), {}, (self.path,))
+        self._start, count, self._stored = self._layout(self._given)
+        self.selection.choose([NAME], self.path)
+        spec = ArraySpec(NAME, (count,), native_dtype(self._stored))
+        return Description("llm.c" if self._start else "tokens", (spec,), {}, (self.path,))
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return Extent(self.path, self._start, spec.nbytes) if self._stored == spec.dtype else None
@@ -248,13 +239,6 @@ class TokenReader(BaseReader):
             copy_raw(self._file, self._start, out, progress)
         else:
             fill_in_order(sequential(self._file, self._start), out, self._stored, False, progress)
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 def is_llm_c(file: SourceFile) -> bool:
@@ -266,23 +250,18 @@ def is_llm_c(file: SourceFile) -> bool:
 def _llm_c_header(file: SourceFile) -> tuple[np.dtype[Any], int]:
     if file.size < _HEADER:
         raise damaged(
-            file.path,
-            say("it starts as a token file of llm.c, but ends within its header: {size} of {header} bytes",
-                size=file.size, header=_HEADER),
-        )  # fmt: skip
+            file.path, f"it starts as a token file of llm.c, but ends within its header: {file.size} of {_HEADER} bytes"
+        )
     magic, version, count = (int(number) for number in np.frombuffer(file.read_at(0, 12), "<i4"))
     known, kind = LLM_C[magic]
     stored = np.dtype(kind)
     if version != known:
         raise damaged(
-            file.path,
-            say("it starts as a token file of llm.c of version {version}; version {known} is supported",
-                version=version, known=known),
-        )  # fmt: skip
+            file.path, f"it starts as a token file of llm.c of version {version}; version {known} is supported"
+        )
     if _HEADER + count * stored.itemsize != file.size or count < 0:
         raise damaged(
             file.path,
-            say("its header states {count} tokens of {width} bytes, but {rest} bytes follow it",
-                count=count, width=stored.itemsize, rest=file.size - _HEADER),
-        )  # fmt: skip
+            f"its header states {count} tokens of {stored.itemsize} bytes, but {file.size - _HEADER} bytes follow it",
+        )
     return stored, count

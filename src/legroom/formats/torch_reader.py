@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection, native_dtype
+from legroom.formats.base_reader import ArraySpec, Checksum, Description, Extent, FileReader, native_dtype
 from legroom.formats.decompress_deflate import zlib_module
-from legroom.formats.file_reads_and_errors import SourceFile, damaged, wrong_checksum
+from legroom.formats.file_reads_and_errors import damaged, wrong_checksum
 from legroom.formats.fill_arrays import PIECE, Progress, bytes_of, copy_raw
 from legroom.formats.npy_reader import data_start, member_infos
 from legroom.messages import say
@@ -70,6 +70,7 @@ class _Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    lazy: str = ""  # "conj" or "neg": torch stores the values without it, and applies it when they are read
 
     @property
     def contiguous(self) -> bool:
@@ -88,24 +89,15 @@ class _Tensor:
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-class TorchReader(BaseReader):
+class TorchReader(FileReader):
     """A checkpoint written by torch.save."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
-        super().__init__(path, selection)
-        self._file = SourceFile(path)
-        self._tensors: dict[str, _Tensor] = {}
-        self._verified: set[str] = set()
-        try:
-            self._members = {info.filename: info for info in member_infos(self._file)}
-        except BaseException:
-            self._file.close()
-            raise
-
     def _describe(self) -> Description:
+        self._members = {info.filename: info for info in member_infos(self._file)}
+        self._verified: set[str] = set()
         pickles = [name for name in self._members if name.endswith("/" + PICKLE) or name == PICKLE]
         if len(pickles) != 1:
-            raise damaged(self.path, say("it has {count} files called data.pkl", count=len(pickles)))
+            raise damaged(self.path, f"it has {len(pickles)} files called data.pkl")
         self._folder = pickles[0].removesuffix(PICKLE)
         order = self._members.get(self._folder + "byteorder")
         if order is not None and self._bytes_of(order) != sys.byteorder.encode():
@@ -113,21 +105,23 @@ class TorchReader(BaseReader):
                 say("{path} was written on a machine with another byte order", path=self.path),
                 fix=(say("load it with torch there, and save it as safetensors"),),
             )
-        found = dict(self._named(self._load(self._members[pickles[0]])))
-        taken = {name: tensor for name, tensor in found.items() if self.selection.takes(name)}
-        self.selection.check(taken, found, self.path)
-        self._tensors = taken
-        return Description("torch", tuple(self._spec(*item) for item in taken.items()), {}, (self.path,))
+        pairs = list(self._named(self._load(self._members[pickles[0]])))
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            self._require_names([self._spec(*pair) for pair in pairs if counts[pair[0]] > 1])
+        self._tensors = {name: found[name] for name in self.selection.choose([*found], self.path)}
+        return Description("torch", tuple(self._spec(*item) for item in self._tensors.items()), {}, (self.path,))
 
     def _load(self, info: zipfile.ZipInfo) -> Any:
         if info.file_size > _MOST_PICKLE:
-            raise damaged(self.path, say("its data.pkl has {size} bytes", size=info.file_size))
+            raise damaged(self.path, f"its data.pkl has {info.file_size} bytes")
         try:
             return _Unpickler(io.BytesIO(self._bytes_of(info)), self.path).load()
         except SourceError:
             raise
         except Exception as problem:  # pickle raises whatever the arguments of a call provoke
-            raise damaged(self.path, say("its data.pkl: {problem}", problem=problem)) from problem
+            raise damaged(self.path, f"its data.pkl: {problem}") from problem
 
     def _named(self, root: Any) -> Iterator[tuple[str, _Tensor]]:
         """Every tensor below ``root``, with the path to it."""
@@ -145,7 +139,7 @@ class TorchReader(BaseReader):
             if len(waiting) > _MOST_VALUES - seen:
                 break
         # Containers that contain each other name the same tensors without end.
-        raise damaged(self.path, say("it has more than {most} values", most=_MOST_VALUES))
+        raise damaged(self.path, f"it has more than {_MOST_VALUES} values")
 
     def _spec(self, name: str, tensor: _Tensor) -> ArraySpec:
         text = _TYPES.get(tensor.dtype) or _BITS.get(tensor.dtype)
@@ -155,19 +149,27 @@ class TorchReader(BaseReader):
                 why=say("numpy has no such type"),
                 fix=(say("load only what you need: keys=[…]"),),
             )
+        if tensor.lazy:
+            raise UnsupportedData(
+                say("{name!r} of {path} is stored without its {bit} bit applied", name=name, path=self.path,
+                    bit=tensor.lazy),
+                why=say("torch conjugates or negates it when it is used"),
+                fix=(
+                    say("save it with its values: torch.save(tensor.resolve_conj().resolve_neg(), path)"),
+                    say("load only what you need: keys=[…]"),
+                ),
+            )  # fmt: skip
         dtype = native_dtype(np.dtype(text))
         info = self._storage_info(tensor)
         if (tensor.offset + tensor.span) * dtype.itemsize > info.file_size:
-            raise damaged(
-                self.path, say("{name!r} reaches beyond the {has} bytes of its storage", name=name, has=info.file_size)
-            )
+            raise damaged(self.path, f"{name!r} reaches beyond the {info.file_size} bytes of its storage")
         notes = {"torch_dtype": tensor.dtype} if tensor.dtype in _BITS else {}
         return ArraySpec(name, tensor.shape, dtype, notes)
 
     def _storage_info(self, tensor: _Tensor) -> zipfile.ZipInfo:
         info = self._members.get(f"{self._folder}data/{tensor.storage.key}")
         if info is None or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise damaged(self.path, say("storage {key!r} is missing or compressed", key=tensor.storage.key))
+            raise damaged(self.path, f"storage {tensor.storage.key!r} is missing or compressed")
         return info
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
@@ -217,18 +219,11 @@ class TorchReader(BaseReader):
     def _bytes_of(self, info: zipfile.ZipInfo) -> bytes:
         """A small member, which torch stores uncompressed."""
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise damaged(self.path, say("{name!r} is compressed or encrypted", name=info.filename))
+            raise damaged(self.path, f"{info.filename!r} is compressed or encrypted")
         data = self._file.read_at(data_start(self._file, info), info.file_size)
         if info.CRC and (has := zlib_module().crc32(data)) != info.CRC:
             raise wrong_checksum(self.path, info.filename, has, info.CRC)
         return data
-
-    def descriptors(self) -> list[int]:
-        """File descriptors of the files being read."""
-        return [self._file.fileno()]
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -265,14 +260,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Tensor:
-    """Stands in for torch._utils._rebuild_tensor_v2 and _v3, whose last argument is the type."""
-    dtype = rest[-1].name if rest and isinstance(rest[-1], _DType) else storage.dtype.name
+    """Stands in for torch._utils._rebuild_tensor_v2 and _v3; only _v3 has the type, both may end with metadata."""
+    dtype = next((one.name for one in rest if isinstance(one, _DType)), storage.dtype.name)
+    lazy = next((bit for one in rest if isinstance(one, dict) for bit in ("conj", "neg") if one.get(bit)), "")
     sizes = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > 32:
         raise ValueError("not a tensor")
     if not all(type(size) is int and size >= 0 for size in sizes) or prod(shape) > 1 << 50:
         raise ValueError("invalid shape or strides")
-    return _Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
+    return _Tensor(storage, dtype, offset, tuple(shape), tuple(strides), lazy)
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:

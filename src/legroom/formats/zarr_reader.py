@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -23,7 +23,6 @@ from legroom.formats.base_reader import (
     ArraySpec,
     BaseReader,
     Description,
-    Extent,
     Selection,
     TableSpec,
     as_json,
@@ -49,13 +48,13 @@ class ZarrReader(BaseReader):
         super().__init__(path, selection)
         self._zarr = require("zarr", "zarr", "Zarr")
         self._arrays: dict[str, Any] = {}
-        with _zarr_errors(path, say("its metadata")):
+        with _zarr_errors(path, "its metadata"):
             storage = self._zarr.storage
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
                 # Through the descriptor: the path may be replaced before a chunk is read.
                 below = alias(self._fd) or os.fspath(path)
-                self._store = (
+                self._store = _checking_store()(
                     storage.LocalStore(below, read_only=True)
                     if path.is_dir()
                     else storage.ZipStore(below, mode="r", read_only=True)
@@ -70,7 +69,7 @@ class ZarrReader(BaseReader):
                 raise
 
     def _describe(self) -> Description:
-        with _zarr_errors(self.path, say("its metadata")):
+        with _zarr_errors(self.path, "its metadata"):
             if isinstance(self._root, self._zarr.Array):
                 found, attributes = {NAME: self._root}, {}
             else:
@@ -81,8 +80,7 @@ class ZarrReader(BaseReader):
                     if name not in found and self.selection.takes(name):
                         own = as_json(node.attrs.asdict())
                         attributes.update({name + "/" + key: value for key, value in own.items()})
-            self._arrays = {name: node for name, node in found.items() if self.selection.takes(name)}
-            self.selection.check(self._arrays, found, self.path)
+            self._arrays = {name: found[name] for name in self.selection.choose([*found], self.path)}
             specs = tuple(self._spec(name, node) for name, node in self._arrays.items())
         return Description("zarr", specs, attributes, (self.path,))
 
@@ -99,9 +97,6 @@ class ZarrReader(BaseReader):
     def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         return _zarr_errors(self.path, what_is_read(name))
 
-    def _extent(self, spec: ArraySpec) -> Extent | None:
-        return None
-
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
         if out.nbytes == 0:
             progress(0)
@@ -112,6 +107,7 @@ class ZarrReader(BaseReader):
                 out[...] = node[...]
             progress(out.nbytes)
             return
+        self._store.of, self._store.stated = (f"{node.path}/" if node.path else ""), _stated_size(node)
         # Shards are read whole, so pieces are cut between shards, not between the chunks in them.
         rows = (getattr(node, "shards", None) or node.chunks)[0]
         step = -(-max(1, _SLAB // max(1, out.nbytes // len(out))) // rows) * rows
@@ -161,6 +157,55 @@ class ZarrReader(BaseReader):
         os.close(self._fd)
 
 
+@cache
+def _checking_store() -> Any:
+    """A store that refuses a chunk that was cut short: Blosc reads on behind its end, which gives other data."""
+    from zarr.abc.store import RangeByteRequest
+    from zarr.storage import WrapperStore
+
+    class CheckingStore(WrapperStore[Any]):
+        of = ""  # the array whose chunks are read
+        stated: Callable[[Any], int] | None = None  # what a chunk states as its size
+
+        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+            found = await super().get(key, prototype, byte_range)
+            needed = 0
+            if isinstance(byte_range, RangeByteRequest):
+                needed = byte_range.end - byte_range.start
+            elif byte_range is None and found is not None and self.stated is not None and key.startswith(self.of):
+                needed = self.stated(found)
+            if found is not None and len(found) < needed:
+                raise ValueError(f"the chunk {key} is cut short: it has {len(found)} bytes of {needed}")
+            return found
+
+    return CheckingStore
+
+
+def _stated_size(node: Any) -> Callable[[Any], int] | None:
+    """How many bytes a stored chunk, or a shard with its index in front, must have; None: its codecs verify it."""
+    codecs = [type(codec).__name__ for codec in getattr(node, "compressors", None) or ()]
+    if not any("blosc" in name.lower() for name in codecs):
+        return None
+    shards = getattr(node, "shards", None)
+    if shards is None:
+        # The header of Blosc: versions, flags, sizes of type, data and blocks, and at byte 12 its own size.
+        return (lambda found: max(16, _little(found, 12, 16))) if "blosc" in codecs[-1].lower() else None
+    if str(getattr(node.metadata.codecs[0], "index_location", "")).endswith("end"):
+        return None  # it would be cut too
+    count = prod(-(-shard // chunk) for shard, chunk in zip(shards, node.chunks, strict=True))
+
+    def end_of_shard(found: Any) -> int:
+        index = np.frombuffer(found[: 16 * count].to_bytes().ljust(16 * count, b"\xff"), "<u8").reshape(count, 2)
+        written = index[index[:, 0] != np.iinfo(np.uint64).max]
+        return int(written.sum(axis=1).max(initial=16 * count))
+
+    return end_of_shard
+
+
+def _little(found: Any, start: int, end: int) -> int:
+    return int.from_bytes(found[start:end].to_bytes(), "little")
+
+
 def _in_place(node: Any, dtype: Any) -> bool:
     """Whether zarr can decode directly into memory of that type, and its tasks can be waited for."""
     return bool(node.dtype == dtype and dtype.kind in "biufc" and _has_zarr_internals())
@@ -205,8 +250,8 @@ def _zarr_errors(path: Path, doing: str) -> Iterator[None]:
         raise
     except OSError as problem:
         if problem.errno is None:
-            raise damaged(path, say("{doing}: {text}", doing=doing, text=problem)) from problem
+            raise damaged(path, f"{doing}: {problem}") from problem
         raise unreadable(path, problem) from problem  # from the operating system: the store may be intact
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
+        raise damaged(path, f"{doing}: {text}") from problem

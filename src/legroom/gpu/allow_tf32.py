@@ -31,11 +31,11 @@ def tf32(on: bool = True, *, device: Any = None) -> Tf32:
 
 def set_tf32(torch: Any, on: bool, device: Any = None) -> Tf32:
     """``tf32`` with the torch module as an argument."""
+    capable, note = _support(torch, device)  # first: it refuses a device that is not a GPU
     flags = _set_older(torch, on)
     family = "allow_tf32" if flags is not None else "fp32_precision"
     if flags is None:
         flags = _set_newer(torch, on)
-    capable, note = _support(torch, device)
     return Tf32(on, family, flags, capable, note)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from legroom.errors import TrialFailed
 from legroom.gpu.batch_trial_on_gpu import STEPS_PER_TRIAL, GpuTrialRunner, StepFunction, TrialResult, run_step
@@ -78,27 +78,25 @@ class ForkTrialRunner:
 
     def _fork(self, batch: int) -> tuple[dict[str, Any] | None, int]:
         """(what the child reported, its exit status)."""
-        read, write = os.pipe()
-        with warnings.catch_warnings():
-            # Python warns about forking with threads: the child uses none of them (one for torch, no locks held).
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            self._child(batch, write)
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            report = pipe.read()
-        _, status = os.waitpid(pid, 0)
-        return (pickle.loads(report) if report else None), os.waitstatus_to_exitcode(status)
+        # Not a pipe: processes that the step leaves behind would keep it open.
+        with tempfile.TemporaryFile() as file:
+            with warnings.catch_warnings():
+                # Python warns about forking with threads: the child uses none of them (one for torch, no locks held).
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                self._child(batch, file)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            file.seek(0)
+            report = file.read()
+        return (pickle.loads(report) if report and status == 0 else None), status
 
-    def _child(self, batch: int, pipe: int) -> None:
+    def _child(self, batch: int, file: IO[bytes]) -> None:
         """Everything the child does; never returns."""
         try:
             prefer_oom_kill()
-            report = self._measure(batch)
-            with os.fdopen(pipe, "wb") as file:
-                file.write(report)
+            file.write(self._measure(batch))
+            file.flush()
         finally:
             os._exit(0)
 
@@ -184,7 +182,7 @@ class SubprocessTrialRunner:
             asked.write_text(json.dumps(request), encoding="utf-8")
             with output.open("wb") as sink:
                 status = subprocess.run(
-                    [sys.executable, "-m", "legroom.gpu.batch_trial_in_child", str(asked), str(answered)],
+                    [sys.executable, "-P", "-m", "legroom.gpu.batch_trial_in_child", str(asked), str(answered)],
                     stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=_child_environment(), check=False,
                 ).returncode  # fmt: skip
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
@@ -194,7 +192,8 @@ class SubprocessTrialRunner:
 
 def _child_environment() -> dict[str, str]:
     """This process's environment, with everything importable that is importable here, this Legroom included."""
-    parts = [os.getcwd(), *(part for part in sys.path if part), str(Path(__file__).resolve().parents[2])]
+    # The working directory last, unless sys.path has it: its files must not hide modules that are not hidden here.
+    parts = [part or os.getcwd() for part in sys.path] + [str(Path(__file__).resolve().parents[2]), os.getcwd()]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts))}
 
 

@@ -6,7 +6,7 @@ the end. The optimizer's step stays with the caller.
 
 A DDP model runs as the module inside it: DDP communicates in forward too (buffers, and its buckets once), even under
 no_sync(), and a rank that failed earlier would leave the others waiting. First the ranks agree that all succeeded; then
-gradients are averaged and buffers broadcast here. FSDP and ZeRO-3 communicate in every layer and are not supported.
+gradients are averaged and buffers broadcast here. FSDP and ZeRO-3 communicate in every layer and are refused.
 """
 
 from __future__ import annotations
@@ -103,14 +103,15 @@ def on_oom(
         smallest: The smallest micro-batch, in samples.
         cut: ``cut(batch, size)`` splits batches that are not nested tensors.
     """
-    if reduction not in ("mean", "sum"):
-        raise UsageError(
-            say("reduction must be 'mean' or 'sum' (got {reduction!r})", reduction=reduction),
-            why=say("the losses of micro-batches are weighted by it"),
-            fix=(say("pass 'mean' if the loss is a mean over samples, 'sum' if it is a sum"),),
-        )
     check_arguments(on_oom, locals())
     check_model(model, None)
+    if not _is_ddp(model) and any(hasattr(model, name) for name in ("no_sync", "set_requires_gradient_sync")):
+        raise UsageError(
+            say("on_oom cannot repeat a step of {kind}", kind=type(model).__name__),
+            why=say("it communicates in every layer (FSDP, ZeRO): a rank that runs out of memory leaves the others "
+                    "waiting"),
+            fix=(say("use DistributedDataParallel, or set the micro-batch by hand"),),
+        )  # fmt: skip
     smallest = check_integer("smallest", smallest, 1)
     return lambda loss_of: MicroBatchLoss(loss_of, model, reduction, smallest, cut or split_batch)
 
@@ -218,7 +219,7 @@ class MicroBatchLoss:
 
     def _average_gradients(self, ranks: RankConsensus) -> None:
         """Average gradients over all ranks, as DDP would."""
-        if not _is_ddp(self._model, ranks):
+        if ranks.world_size == 1 or not _is_ddp(self._model):
             return
         import torch
         import torch.distributed as distributed
@@ -251,14 +252,16 @@ def _failed_on_another_rank() -> TrialFailed:
     )
 
 
-def _is_ddp(model: Any, ranks: RankConsensus) -> bool:
-    return ranks.world_size > 1 and hasattr(model, "no_sync") and hasattr(model, "module")
+def _is_ddp(model: Any) -> bool:
+    import torch
+
+    return isinstance(model, torch.nn.parallel.DistributedDataParallel)
 
 
 @contextlib.contextmanager
 def _without_ddp(model: Any, ranks: RankConsensus) -> Iterator[None]:
     """Run a DDP model without communication: its backward hooks do nothing unless its own forward prepared them."""
-    if not _is_ddp(model, ranks):
+    if ranks.world_size == 1 or not _is_ddp(model):
         yield
         return
     model.forward = model.module.forward

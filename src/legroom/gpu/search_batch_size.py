@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -73,12 +74,13 @@ def find_batch_size(
         device: The GPU; None is the current one, or the CPU if there is none.
         keep: Models and optimizers whose state is restored afterwards: trials are real steps and train.
     """
-    check_arguments(find_batch_size, locals(), ("step", "isolate"))
+    check_arguments(find_batch_size, locals())
     _check(step, isolate, margin, max_batch, effective_batch, keep)
     ranks = RankConsensus()
     ranks.require_equal(
         max_batch=max_batch or 0, effective_batch=effective_batch or 0, margin=round(margin * 1_000_000)
     )
+    _require_divisible(effective_batch, ranks.world_size)
     most = _most_useful(max_batch, effective_batch, ranks.world_size)
     with SavedState(keep):
         runner = _runner(step, isolate, margin, worst_case, device, keep)
@@ -113,9 +115,7 @@ def _check(
     wrong = None
     if (step is None) == (isolate is None):
         wrong = say("exactly one of step and isolate='module:factory' is needed")
-    elif isolate is None and not callable(step):
-        wrong = say("step is not callable (got {kind})", kind=type(step).__name__)
-    elif isolate is not None and not (isinstance(isolate, str) and all(isolate.partition(":"))):
+    elif isolate is not None and not all(isolate.partition(":")):
         wrong = say("isolate must have the form 'module:factory' (got {isolate!r})", isolate=isolate)
     elif not 0 <= margin < 1:
         wrong = say("margin must be at least 0 and below 1 (got {margin})", margin=margin)
@@ -378,16 +378,20 @@ def _fitted_by_flushing(trials: Sequence[Trial], low: int) -> bool:
 # The effective batch.
 
 
-def split_effective_batch(largest: int, effective: int | None, ranks: int) -> tuple[int, int, str | None]:
-    """(batch, accumulation, note) with batch × accumulation × ranks = effective, or a note with what it is instead."""
-    if effective is None:
-        return largest, 1, None
-    if effective % ranks:
+def _require_divisible(effective: int | None, ranks: int) -> None:
+    if effective is not None and effective % ranks:
         raise UsageError(
             say("an effective batch of {effective} is not possible", effective=effective),
             why=say("it is not divisible by {ranks} ranks", ranks=ranks),
             fix=(say("use {near}", near=max(ranks, effective // ranks * ranks)),),
         )
+
+
+def split_effective_batch(largest: int, effective: int | None, ranks: int) -> tuple[int, int, str | None]:
+    """(batch, accumulation, note) with batch × accumulation × ranks = effective, or a note with what it is instead."""
+    if effective is None:
+        return largest, 1, None
+    _require_divisible(effective, ranks)
     per_rank = effective // ranks
     fewest = -(-per_rank // largest)
     for steps in range(fewest, min(per_rank, _MOST_STEPS * fewest) + 1):
@@ -415,6 +419,7 @@ class SavedState:
         self._keep = list(keep)
         self._states: list[Any] = []
         self._random: Any = None
+        self._random_on_gpus: list[Any] = []
 
     def __enter__(self) -> SavedState:
         if self._keep:
@@ -422,6 +427,8 @@ class SavedState:
 
             self._states = [_copy_to_host(one.state_dict()) for one in self._keep]
             self._random = torch.get_rng_state()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                self._random_on_gpus = torch.cuda.get_rng_state_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -434,6 +441,8 @@ class SavedState:
             if hasattr(one, "zero_grad"):
                 one.zero_grad(set_to_none=True)
         torch.set_rng_state(self._random)
+        if self._random_on_gpus:
+            torch.cuda.set_rng_state_all(self._random_on_gpus)
         self._states.clear()
 
 
@@ -444,7 +453,10 @@ def _copy_to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _copy_to_host(one) for key, one in value.items()}
+        copied = OrderedDict((key, _copy_to_host(one)) for key, one in value.items())
+        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict looks at
+            copied._metadata = value._metadata  # type: ignore[attr-defined]
+        return copied
     if isinstance(value, list):
         return [_copy_to_host(one) for one in value]
     return copy.deepcopy(value)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -276,3 +277,34 @@ def test_keys_that_select_nothing_are_refused(tmp_path: Path, keys: object) -> N
         return
     with pytest.raises(UsageError):
         open_source(tmp_path / "x.npy", keys=keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mark", [".zgroup", "zarr.json"])
+def test_a_group_of_zarr_without_arrays_does_not_hide_images_beside_it(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "1.jpg").write_bytes(b"\xff\xd8")
+    kind = '{"zarr_format": 2}' if mark == ".zgroup" else '{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+    (tmp_path / mark).write_text(kind)
+    with pytest.raises(UnreadableSource, match=r"1\.jpg") as caught, open_source(tmp_path) as reader:
+        reader.describe()
+    assert f"remove {tmp_path / mark}" in caught.value.fix[0]
+
+
+def test_tokens_that_begin_like_an_arrow_stream_are_tokens(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    for second in (8, 16, 240, 1 << 20):
+        tokens = np.concatenate([[-1, second], rng.integers(-1, 5000, 400)]).astype(np.int32)
+        tokens.tofile(tmp_path / "x.bin")
+        with open_source(tmp_path / "x.bin", dtype="int32") as reader:
+            out: Any = np.empty(402, np.int32)
+            reader.read_into(reader.describe().items[0].name, out)
+        np.testing.assert_array_equal(out, tokens)
+
+
+@pytest.mark.parametrize("columns", [1, 40])
+def test_an_arrow_stream_is_no_file_of_tokens(tmp_path: Path, columns: int) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({f"column {number}": [1, 2] for number in range(columns)}, metadata={"a": "b" * 500})
+    with arrow.ipc.new_stream(str(tmp_path / "x"), table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(UsageError, match="arrow-stream"), open_source(tmp_path / "x", dtype="int32"):
+        pass

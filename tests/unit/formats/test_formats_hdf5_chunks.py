@@ -60,3 +60,22 @@ def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
     with open_source(tmp_path / "a.h5") as reader, pytest.raises(DamagedSource, match="20"):
         for slab in reader.slabs("x") or ():
             list(slab.decode())
+
+
+@pytest.mark.skipif(
+    h5py.version.hdf5_version_tuple < (1, 14, 4), reason="offsets of chunks do not count the user block"
+)
+def test_chunks_behind_a_user_block_are_decoded_in_threads(tmp_path: Path) -> None:
+    wanted = np.arange(4000, dtype="i4").reshape(40, 100)
+    with h5py.File(tmp_path / "x.h5", "w", userblock_size=1024) as file:  # as files of MATLAB have
+        file.create_dataset("x", data=wanted, chunks=(10, 100), compression="gzip")
+        file.create_dataset("plain", data=wanted, chunks=(16, 100))
+    for name in ("x", "plain"):
+        with open_source(tmp_path / "x.h5", keys=name) as reader, h5py.File(tmp_path / "x.h5") as file:
+            slabs = reader.slabs(name)
+            assert slabs
+            parts = b"".join(bytes(part) for slab in slabs for part in slab.decode())
+            assert parts == file[name][...].tobytes()
+            out = np.empty_like(wanted)
+            reader.read_into(name, out)
+            np.testing.assert_array_equal(out, file[name][...])

@@ -10,8 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from legroom.errors import SourceBeingWritten, UnreadableSource, UnsupportedData
+from legroom.errors import DamagedSource, SourceBeingWritten, UnreadableSource, UnsupportedData
 from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import arriving
 
 
 @pytest.fixture
@@ -225,3 +226,37 @@ def test_a_link_whose_name_is_not_utf8_lists_its_file(folder: Path) -> None:
     assert files(path) == {"part0.h5"}
     assert read(path, "l\\xff") == [0, 1, 2, 3, 4]
     assert read(path, "h\\xff") == [0, 1, 2]
+
+
+class Downloaded:
+    """Stands in for a download whose bytes are all there."""
+
+    def wait(self, offset: int, count: int) -> None:
+        pass
+
+
+def test_a_virtual_dataset_of_its_own_file_is_read_while_the_file_is_downloaded(tmp_path: Path) -> None:
+    path = tmp_path / "v.h5"
+    layout = h5py.VirtualLayout((6,), "i4")
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(6, dtype="i4")
+        layout[:] = h5py.VirtualSource(".", "data", (6,))
+        file.create_virtual_dataset("v", layout)
+    with arriving(path, Downloaded()):  # type: ignore[arg-type]
+        assert read(path, "v") == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_error_in_a_file_that_is_downloaded_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.arange(1000), chunks=(100,), compression="gzip")
+        file["words"] = ["a" * 5000, "b"]
+        at = file["x"].id.get_chunk_info(0).byte_offset
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = b"nonsense"
+    data[data.index(b"GCOL")] = 0
+    path.write_bytes(data)
+    for name in ("x", "words/values"):
+        with arriving(path, Downloaded()), pytest.raises(DamagedSource) as caught:  # type: ignore[arg-type]
+            read(path, name)
+        assert str(path) in str(caught.value) and "BufferedReader" not in str(caught.value)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from legroom.errors import DamagedSource, MissingKey, UnreadableSource
-from legroom.formats import fill_arrays
+from legroom.formats import decompress_deflate, fill_arrays
 from legroom.formats.base_reader import Selection, as_json, missing_key, native_dtype
 from legroom.formats.decompress_deflate import inflate
 from legroom.formats.detect import open_source
@@ -268,3 +271,86 @@ def test_native_dtypes_lose_metadata_and_keep_their_layout() -> None:
     assert native_dtype(np.dtype("i4", metadata={"enum": {}})).metadata is None
     assert native_dtype(np.dtype(">M8[ns]")) == np.dtype("M8[ns]")
     assert native_dtype(np.dtype("V7")) == np.dtype("V7")
+
+
+@quick
+@given(
+    keys=st.lists(st.text("ab/", max_size=5), min_size=1, max_size=4),
+    names=st.lists(st.text("ab/", max_size=6), max_size=6),
+)
+def test_keys_take_names_and_what_is_below_them(keys: list[str], names: list[str]) -> None:
+    def covers(key: str, name: str) -> bool:
+        bare = key.strip("/")
+        return name in (key, bare) or not bare or name.startswith((bare + "/", key + "/"))
+
+    selection = Selection(keys)
+    for name in names:
+        taken = any(covers(key, name) for key in keys)
+        assert selection.takes(name) == taken
+        assert not name or selection.enters(name) == (
+            taken or any(key.strip("/").startswith(name + "/") for key in keys)
+        )
+    complete = all(any(covers(key, name) for name in names) for key in keys)
+    try:
+        selection.check(names, names, "x")
+    except MissingKey:
+        assert not complete
+    else:
+        assert complete
+
+
+def test_many_keys_are_compared_with_many_names_in_linear_time() -> None:
+    keys = [f"data/demo_{number}" for number in range(20_000)]
+    names = [f"{key}/actions" for key in keys]
+    selection = Selection(keys)
+    assert all(map(selection.takes, names)) and selection.enters("data") and not selection.enters("mask")
+    selection.check(names, names, "x")
+
+
+@pytest.mark.parametrize("damage", ["bomb", "cut"])
+def test_zlib_alone_stops_at_the_size_that_is_stated(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    monkeypatch.setitem(sys.modules, "deflate", None)
+    monkeypatch.setitem(sys.modules, "isal", None)
+    decompress_deflate.zlib_module.cache_clear()
+    decompress_deflate._whole.cache_clear()
+    whole = zlib.compress(bytes(64 << 20))
+    packed, size = (whole, 1 << 20) if damage == "bomb" else (whole[:-20], 64 << 20)
+    try:
+        assert inflate(whole, 64 << 20) == bytes(64 << 20)
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=r"bytes"):
+            inflate(packed, size)
+        assert damage == "cut" or tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+        decompress_deflate.zlib_module.cache_clear()
+        decompress_deflate._whole.cache_clear()
+
+
+def test_more_files_than_the_soft_limit_are_opened(tmp_path: Path) -> None:
+    """In a process of its own: the limit is the process's."""
+    for number in range(60):
+        np.save(tmp_path / f"{number:03}.npy", np.arange(3))
+    program = f"""
+import resource, sys
+from pathlib import Path
+from legroom.formats.detect import open_source
+from legroom.formats.file_reads_and_errors import make_room_for_files
+paths = sorted(Path({str(tmp_path)!r}).glob("*.npy"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 4096))
+make_room_for_files(len(paths))
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (632, 4096)
+readers = [open_source(path) for path in paths]
+make_room_for_files(10)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (632, 4096)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+make_room_for_files(len(paths))
+try:
+    open_source(paths[0])
+except Exception as problem:
+    assert "Too many open files" in str(problem) and "ulimit -n" in str(problem), problem
+else:
+    sys.exit("opened")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -301,3 +301,34 @@ def test_a_large_file_is_read_in_parts(tmp_path: Path) -> None:
     data = np.random.default_rng(0).bytes((9 << 20) + 5)
     (root / "cat" / "2.jpg").write_bytes(data)
     same_as_torchvision(root)
+
+
+def test_what_macos_adds_is_no_image(tmp_path: Path) -> None:
+    """ImageFolder lists ``._1.jpg``, and PIL fails on it; other hidden names are images to both."""
+    root = write(tmp_path / "x", "cat/1.jpg", "cat/._1.jpg", "cat/.2.jpg", "dog/._3.jpg", "dog/3.jpg")
+    with open_source(root) as reader:
+        assert reader.describe().items[2].shape == (3,)  # type: ignore[union-attr]
+    assert bytes(read(root)["path/values"]) == b"cat/.2.jpgcat/1.jpgdog/3.jpg"
+    (root / "dog/3.jpg").unlink()
+    with pytest.raises(UnreadableSource, match="'dog' has no image"):
+        read(root)
+
+
+def test_links_that_lead_nowhere_are_no_directories(tmp_path: Path) -> None:
+    root = write(tmp_path / "x", "cat/1.jpg", "dog/2.jpg")
+    (root / "cat/loop").symlink_to("loop")
+    same_as_torchvision(root)
+    (root / ".loop").symlink_to(".loop")  # where ImageFolder itself raises an error
+    assert read(root)["label"].tolist() == [0, 1]
+
+
+def test_describing_again_after_an_error_finds_each_image_once(tmp_path: Path) -> None:
+    root = write(tmp_path / "x", "cat/1.jpg", "dog/2.jpg")
+    (root / "fox").mkdir()
+    with open_source(root) as reader:
+        with pytest.raises(UnreadableSource, match="'fox' has no image"):
+            reader.describe()
+        write(root, "fox/3.jpg")
+        out: Any = np.empty(3, np.int64)
+        reader.read_into("label", out)
+        assert out.tolist() == [0, 1, 2]

@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.errors import DamagedSource, LegroomError, MissingPackage, NoRoom, SourceChanged, UnsupportedData
+from legroom.errors import (
+    DamagedSource,
+    LegroomError,
+    MissingKey,
+    MissingPackage,
+    NoRoom,
+    SourceChanged,
+    UnsupportedData,
+)
 from legroom.formats import mds_reader
+from legroom.formats.base_reader import Selection
 from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 
@@ -302,3 +311,14 @@ def test_a_name_that_cannot_be_used_is_refused(
     row = {name: bytes(8) if encoding == "int" else b"1" for name, encoding in columns.items()}
     with pytest.raises(UnsupportedData, match="column name"):
         legroom.open(write_mds(tmp_path / "x", [[row, row]], columns))
+
+
+def test_describing_again_after_an_error_finds_each_sample_once(tmp_path: Path) -> None:
+    folder = mds(tmp_path / "x")
+    with open_source(folder, keys="nothing") as reader:
+        with pytest.raises(MissingKey):
+            reader.describe()
+        reader.selection = Selection()
+        (spec, *_) = [item for item in reader.describe().items if item.name.endswith("/offsets")]
+        with open_source(folder) as once:
+            assert spec in once.describe().items

@@ -6,6 +6,7 @@ import io
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,15 +78,15 @@ def test_an_invalid_header_is_damage(tmp_path: Path, header: str) -> None:
 def test_a_header_that_is_too_long_is_damage_before_memory_is_allocated(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"\x93NUMPY\x02\x00" + (1 << 31).to_bytes(4, "little") + b"{}")
-    with pytest.raises(DamagedSource, match="2147483648"):
-        open_source(path)
+    with pytest.raises(DamagedSource, match="2147483648"), open_source(path) as reader:
+        reader.describe()
 
 
 @pytest.mark.parametrize("array", [np.array([None, 1]), np.array([(1, "x")], [("a", "i4"), ("b", "O")])])
 def test_objects_are_refused_without_being_unpickled(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
-    with pytest.raises(UnsupportedData, match="pickle"):
-        open_source(tmp_path / "x.npy")
+    with pytest.raises(UnsupportedData, match="pickle"), open_source(tmp_path / "x.npy") as reader:
+        reader.describe()
     np.savez(tmp_path / "y.npz", good=np.arange(3), bad=array)
     with pytest.raises(UnsupportedData, match="'bad'"), open_source(tmp_path / "y.npz") as reader:
         reader.describe()
@@ -211,3 +212,19 @@ def test_any_error_while_parsing_a_header_is_damage(
     monkeypatch.setattr("legroom.formats.npy_reader.ast.literal_eval", broken)
     with pytest.raises(DamagedSource), open_source(tmp_path / "x.npy") as reader:
         reader.describe()
+
+
+def test_members_that_are_not_read_may_be_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, a=np.arange(3), b=np.arange(4))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("notes.txt", "x")
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        starts = {info.filename: info.header_offset for info in archive.infolist()}
+    for name in ("b.npy", "notes.txt"):
+        path.write_bytes(data[: starts[name] + 30] + b"?" + data[starts[name] + 31 :])
+        with np.load(path) as loaded, open_source(path, keys="a") as reader:
+            out: Any = np.empty(3, loaded["a"].dtype)
+            reader.read_into("a", out)
+            np.testing.assert_array_equal(out, loaded["a"])

@@ -82,8 +82,8 @@ def test_an_invalid_file_is_refused(tmp_path: Path, header: Any, data: bytes, wo
 
 def test_a_header_beyond_the_formats_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes((100_000_001).to_bytes(8, "little") + b"{}")
-    with pytest.raises(DamagedSource, match="100000001"):
-        open_source(tmp_path / "x")
+    with pytest.raises(DamagedSource, match="100000001"), open_source(tmp_path / "x") as reader:
+        reader.describe()
 
 
 def test_types_narrower_than_a_byte_are_refused_by_name(tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_a_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"\x01\x02\x03\x04\x05\x06\x07")
     with pytest.raises(DamagedSource, match="7 bytes"):
-        open_source(path, dtype="<u2")
+        read(path, "<u2")
     with pytest.raises(DamagedSource, match="empty"):
         path.write_bytes(b"")
-        open_source(path, dtype="<u2")
+        read(path, "<u2")
 
 
 def test_without_a_dtype_the_error_says_how_to_give_one(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_header_of_llm_c_is_no_token(tmp_path: Path) -> None:
         for given in (None, dtype):
             assert read(path, given).tobytes() == path.read_bytes()[1024:]
         with pytest.raises(UsageError, match="dtype"):
-            open_source(path, dtype="<i8")
+            read(path, "<i8")
 
 
 def test_a_cut_file_of_llm_c_is_never_read_as_tokens(tmp_path: Path) -> None:
@@ -204,10 +204,10 @@ def test_a_cut_file_of_llm_c_is_never_read_as_tokens(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         for dtype in ("<u2", "|u1", None):
             with pytest.raises(DamagedSource):
-                open_source(path, dtype=dtype)
+                read(path, dtype)
     path.write_bytes(whole + b"\0\0")
     with pytest.raises(DamagedSource, match="40 tokens"):
-        open_source(path)
+        read(path, None)
 
 
 @pytest.mark.parametrize(("at", "value"), [(1, 2), (1, 7), (2, -1), (2, 39), (2, 2**31 - 1)])
@@ -216,4 +216,4 @@ def test_a_header_of_llm_c_that_is_not_right_is_refused(at: int, value: int, tmp
     data[at] = value
     data.tofile(tmp_path / "x")
     with pytest.raises(DamagedSource):
-        open_source(tmp_path / "x", dtype="<u2")
+        read(tmp_path / "x", "<u2")

@@ -168,8 +168,8 @@ def test_what_is_truncated_or_empty_may_be_no_data_file_by_its_name(
 
 def test_a_damaged_file_that_begins_with_zeros_keeps_its_reason(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(bytes(5001))
-    with pytest.raises(DamagedSource, match="5001 bytes"):
-        open_source(tmp_path / "train.bin", dtype="<u2")
+    with pytest.raises(DamagedSource, match="5001 bytes"), open_source(tmp_path / "train.bin", dtype="<u2") as reader:
+        reader.describe()
 
 
 def shards(folder: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numcodecs
 import numpy as np
 import pytest
 import zarr
+import zarr.codecs
 
 from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats.detect import open_source
@@ -76,3 +78,32 @@ def test_damaged_metadata_are_detected(tmp_path: Path, content: str) -> None:
     (tmp_path / "zarr.json").write_text(content)
     with pytest.raises(DamagedSource), open_source(tmp_path) as reader:
         reader.describe()
+
+
+CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
+    "v2 blosc": (2, {"compressors": numcodecs.Blosc("lz4", 0, 0)}),
+    "v2 blosc and a filter": (2, {"compressors": numcodecs.Blosc(), "filters": numcodecs.Delta("i4")}),
+    "v2 zlib": (2, {"compressors": numcodecs.Zlib()}),
+    "v2 plain": (2, {"compressors": None}),
+    "v3 blosc": (3, {"compressors": zarr.codecs.BloscCodec()}),
+    "v3 plain": (3, {"compressors": None}),
+    "shards": (3, {"compressors": zarr.codecs.BloscCodec(), "shards": {"shape": (40, 32), "index_location": "start"}}),
+}
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_a_chunk_that_was_cut_short_is_detected(kind: str, tmp_path: Path) -> None:
+    version, options = CHUNKED[kind]
+    rng = np.random.default_rng(1)
+    wanted = rng.integers(0, 1 << 30, (40, 32)).astype("i4")
+    made = zarr.create_array(
+        str(tmp_path / "x"), shape=wanted.shape, chunks=(20, 16), dtype="i4", zarr_format=version, **options
+    )
+    made[...] = wanted
+    chunk = tmp_path / "x" / {"v2": "1.1", "v3": "c/1/1", "shards": "c/0/0"}[kind.partition(" ")[0]]
+    data = chunk.read_bytes()
+    np.testing.assert_array_equal(read(tmp_path / "x", "array"), zarr.open_array(str(tmp_path / "x"))[...])
+    for size in (0, 3, 15, 16, 40, len(data) // 2, len(data) - 9, len(data) - 1):
+        chunk.write_bytes(data[:size])
+        with pytest.raises(DamagedSource, match="'array'"):
+            read(tmp_path / "x", "array")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from freed_memory import return_freed_memory
 
 from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
 from legroom.gpu import batch_trial_on_gpu, plot, search_batch_size
+from legroom.gpu.batch_trial_in_child import ForkTrialRunner
 from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner, TrialResult
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.records.gpu_results import BatchFound, Trial
@@ -308,3 +311,63 @@ def test_batch_found_properties() -> None:
         4, 4, 1, 4, 1, 1000, 0.1, (Trial(2, True, 300), Trial(4, True, 500), Trial(9, False, None)), 100, 100.0, "x"
     )
     assert found.cap == 900 and found.predicted(6) == 700 and found.curve == ((2, 300), (4, 500))
+
+
+def test_keep_restores_the_versions_of_modules_and_random_numbers_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Versioned(torch.nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            seen.append(metadata.get("version"))
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    on_gpus = ["the state of one GPU"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(on_gpus))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", on_gpus.extend)
+    with search_batch_size.SavedState([Versioned(2, 2)]):
+        on_gpus.clear()
+    assert seen == [7] and on_gpus == ["the state of one GPU"]
+
+
+def test_an_effective_batch_that_no_rank_can_have_is_refused_before_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EightRanks(RankConsensus):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world_size = 8
+
+    monkeypatch.setattr(search_batch_size, "RankConsensus", EightRanks)
+    with pytest.raises(UsageError, match="8 ranks"):
+        search_batch_size.find_batch_size(lambda _: pytest.fail("a trial ran"), effective_batch=100, device="cpu")
+
+
+def test_a_trial_does_not_wait_for_processes_that_its_step_leaves(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def step(_: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(120)
+            os._exit(0)
+        with pids.open("a") as file:
+            file.write(f"{pid}\n")
+
+    started = time.monotonic()
+    try:
+        assert ForkTrialRunner(step, 0.1, 1 << 40, "x").try_batch(1).trial.fits
+        assert time.monotonic() - started < 60
+    finally:
+        for pid in pids.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_trial_process_finds_modules_in_the_order_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemError('not the library')")
+    (tmp_path / "made_here.py").write_text("import random\ndef make():\n    return lambda batch: random.random()")
+    monkeypatch.chdir(tmp_path)
+    found = search_batch_size.find_batch_size(isolate="made_here:make", device="cpu", max_batch=2)
+    assert found.batch == 2

@@ -239,3 +239,17 @@ def test_two_ranks_halve_together_and_average_gradients(tmp_path: Path) -> None:
     for one in reports:
         assert one["difference"] < 1e-9 and one["micro"] == 3
         assert one["disagreed"] and (one["batch"], one["steps"]) == (8, 4)
+
+
+def test_models_that_communicate_in_every_layer_are_refused() -> None:
+    class Sharded(torch.nn.Module):  # as FullyShardedDataParallel and DeepSpeedEngine look
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = net()
+
+        def no_sync(self) -> None:
+            pass
+
+    with pytest.raises(UsageError, match="Sharded"):
+        on_oom(Sharded())
+    assert on_oom(net()) is not None

@@ -59,3 +59,13 @@ def test_tf32_uses_newer_flags_if_already_set() -> None:
 def test_note_on_gpu_without_tf32() -> None:
     made = set_tf32(TorchWithNewerFlags((7, 5)), True)
     assert made.capable is False and made.note is not None and "7.5" in made.note
+
+
+@pytest.mark.usefixtures("_restore_flags")
+def test_a_device_that_is_no_gpu_is_refused_before_a_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", torch.cuda.get_device_properties)
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        legroom.gpu.tf32(True, device="cpu")
+    assert torch.get_float32_matmul_precision() == before
