@@ -37,7 +37,7 @@ from legroom.formats.base_reader import BaseReader, Description, Lookup
 from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import say
 from legroom.remote.remote_object import BOUND, ObjectStamp, ObjectUrl, SourcePath
-from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+from legroom.system.lazy_and_optional_imports import EXTRAS, import_lock, lazy_import
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 # "version" is the hash of a remote object's URL and version: of data that was read in part and not hashed.
@@ -497,7 +497,7 @@ def new_hasher(algorithm: str) -> Hasher:
         raise MissingPackage(
             say("hash={name!r} needs a package that is not installed", name=algorithm),
             why=str(problem),
-            fix=("pip install 'legroom[hash]'", say("use hash='md5', which needs no package")),
+            fix=(f"pip install {EXTRAS['hash']}", say("use hash='md5', which needs no package")),
         ) from problem
     raise UsageError(
         say("unknown hash {name!r}", name=algorithm), why=say("valid values: md5, blake3, xxh3"), fix=("hash='md5'",)

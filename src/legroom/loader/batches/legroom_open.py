@@ -117,7 +117,8 @@ def open(
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file in place, without a copy.
-        hash: The hash that identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.
+        hash: The hash that identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with the
+            package blake3 or xxhash.
         wait: Wait for another process that is loading the file; False raises NotLoaded then.
         progress: Called with (done, total) bytes while it loads.
         evict: Remove unused entries when space is needed; False raises NoRoom instead.
