@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.find_or_build_entry import OpenRequest, Where, open_as, source_paths
-from legroom.errors import UsageError
+from legroom.errors import MissingKey
 from legroom.formats.base_reader import Selection
 from legroom.messages import say
 from legroom.system.argument_checks import check_arguments
@@ -132,19 +132,15 @@ def open(
     """
     check_arguments(open, locals(), ("path", "keys", "backing", "hash"))
     kind = None if dtype is None else lazy_import("legroom.formats.token_reader").token_dtype(dtype)
-    keys = _not_a_second_path(path, keys)
     request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict, revalidate, kind)
-    return open_as(Data, request, wait=wait, progress=progress)
-
-
-def _not_a_second_path(path: Any, keys: Any) -> Any:
-    """The keys, unless the first of them is certainly meant as another file."""
-    one = isinstance(path, str | os.PathLike)
-    if one and isinstance(keys, str) and os.path.splitext(keys)[1] and os.path.isfile(keys):
-        files = {"first": os.fspath(path), "second": keys}
-        raise UsageError(
-            say("keys={keys!r} is a file, not the name of an array", keys=keys),
-            why=say("the second argument selects arrays or columns of the first"),
-            fix=(say("for several files pass a list: legroom.open([{first!r}, {second!r}])", **files),),
-        )
-    return keys
+    try:
+        return open_as(Data, request, wait=wait, progress=progress)
+    except MissingKey as problem:
+        one = isinstance(path, str | os.PathLike)
+        if one and isinstance(keys, str) and os.path.isfile(keys):  # meant as a second path
+            files = {"first": os.fspath(path), "second": keys}
+            problem.fix = (
+                say("for several files pass a list: legroom.open([{first!r}, {second!r}])", **files),
+                *problem.fix,
+            )
+        raise
