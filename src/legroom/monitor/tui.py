@@ -34,7 +34,7 @@ _ALARMS_SHOWN = 3
 _ROWS_KEPT = 24  # processes in an old moment
 _SPANS = ((300.0, "5 min"), (3600.0, "1 h"), (float("inf"), phrase("all")))
 _KEYS = (
-    ("p m w r g", phrase("sort by PSS, /dev/shm, swap, RSS, GPU memory")),
+    ("p/m/w/r/g", phrase("sort by PSS, /dev/shm, swap, RSS, GPU memory")),
     ("t", phrase("the course of each process instead of its figures; again: back")),
     ("o", phrase("one process alone, the largest first; again: the next; escape: all")),
     ("c", phrase("cache entries instead of processes; again: back")),

@@ -136,11 +136,10 @@ def open(
     try:
         return open_as(Data, request, wait=wait, progress=progress)
     except MissingKey as problem:
-        one = isinstance(path, str | os.PathLike)
-        if one and isinstance(keys, str) and os.path.isfile(keys):  # meant as a second path
-            files = {"first": os.fspath(path), "second": keys}
+        if isinstance(path, str | os.PathLike) and isinstance(keys, str) and os.path.isfile(keys):  # a second path
             problem.fix = (
-                say("for several files pass a list: legroom.open([{first!r}, {second!r}])", **files),
+                say("for several files pass a list: legroom.open([{first!r}, {second!r}])",
+                    first=str(path), second=keys),
                 *problem.fix,
-            )
+            )  # fmt: skip
         raise
