@@ -42,6 +42,7 @@ if "threading" in sys.modules:
 # Type checkers treat this name as true; importing typing would take ten times as long as the rest here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from legroom import errors as errors
     from legroom import gpu, leak
     from legroom.cache.freeze import freeze, freeze_dataset
     from legroom.errors import LegroomError
@@ -108,7 +109,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
+    home = "legroom.errors" if name == "errors" else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'legroom' has no attribute {name!r}")
     from legroom.system.lazy_and_optional_imports import lazy_import

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import legroom
+from legroom.system.lazy_and_optional_imports import EXTRAS
 
 REPO = Path(__file__).parents[2]
 
@@ -157,6 +158,22 @@ def test_the_extras_for_users_are_described() -> None:
     (together,) = extras["all"]
     parts = set(together.removeprefix("legroom[").removesuffix("]").split(","))
     assert parts == set(extras) - DEVELOPMENT - {"all", "remote", "ray"}
+
+
+def test_the_packages_that_advice_names_are_those_of_the_extras() -> None:
+    """`pip install PACKAGE` is right for every installation; the name of an extra depends on where Legroom came from."""
+    extras = {
+        name: parts for name, parts in PROJECT["optional-dependencies"].items() if name not in {*DEVELOPMENT, "all"}
+    }
+    names = {extra: " ".join(re.split(r"[^\w-]", part)[0] for part in parts) for extra, parts in extras.items()}
+    assert names == EXTRAS
+    advising = [
+        REPO / "README.md",
+        REPO / "README.zh-CN.md",
+        *(REPO / "src").rglob("*.py"),
+        *(REPO / "docs").rglob("*.md"),
+    ]
+    assert [path for path in advising if re.search(r"pip install ['\"]?legroom\[", path.read_text())] == []
 
 
 def test_every_package_has_a_lower_bound_that_can_be_tried() -> None:

@@ -25,6 +25,12 @@ def test_exported_names_are_all_there_and_nothing_else() -> None:
         assert getattr(legroom, name) is not None
     assert set(legroom._HOMES) | {"__version__"} == set(legroom.__all__)
     assert set(legroom.__all__) <= set(dir(legroom))
+
+
+def test_the_errors_need_no_import_of_their_own() -> None:
+    program = "import legroom; print(issubclass(legroom.errors.NoRoom, legroom.LegroomError))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = legroom.nonsense
 

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from glob import glob, has_magic
 from itertools import cycle, islice
 from math import ceil
 
-from legroom.errors import UnsupportedData
+from legroom.errors import UnknownFormat, UnsupportedData
 from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings
 from legroom.records.workload import PlannedLoader, Workload
@@ -200,13 +201,44 @@ class DataRows:
 
 
 def data_rows(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> DataRows:
-    """The arrays and columns that a DataLoader would batch from that file."""
+    """The arrays and columns that a DataLoader would batch from that file, or from all that match a pattern."""
+    pattern = os.fspath(path)
+    found = sorted(glob(pattern)) if has_magic(pattern) and not os.path.exists(pattern) else []
+    if not found:
+        return _rows_of_file(path, keys)
+    shards = [_rows_of_file(one, keys) for one in found]
+    rows = sum(one.rows for one in shards)
+    if other := next((one for one in shards if len(one.tensors) != len(shards[0].tensors)), None):
+        raise UnsupportedData(
+            say("the files of {path} have different columns", path=path),
+            why=say("{one} has {count}, {other} has {others}", one=shards[0].path, count=len(shards[0].tensors),
+                    other=other.path, others=len(other.tensors)),
+            fix=(say("load only what you need: keys=[…]"),),
+        )  # fmt: skip
+    tensors = tuple(
+        sum((one.tensors[at] * one.rows for one in shards), Fraction()) / rows for at in range(len(shards[0].tensors))
+    )
+    return DataRows(
+        pattern, rows, tensors, sum(one.nbytes for one in shards),
+        any(one.uneven or one.tensors != tensors for one in shards), shards[0].left_out,
+    )  # fmt: skip
+
+
+def _rows_of_file(path: str | os.PathLike[str], keys: str | Iterable[str] | None) -> DataRows:
     with import_lock:
         from legroom.formats.base_reader import ArraySpec
         from legroom.formats.detect import open_source
 
-    with open_source(path, keys) as reader:
-        description = reader.describe()
+    try:
+        with open_source(path, keys) as reader:
+            description = reader.describe()
+    except UnknownFormat as problem:
+        if any("dtype=" in one for one in problem.fix):  # it can be given to legroom.open, but not here
+            size = say("if it is a flat file of tokens, pass the size of a sequence instead: sample_bytes='4KB'")
+        else:
+            size = say("or pass the size of one sample instead: sample_bytes=SIZE")
+        problem.fix = (size, *(one for one in problem.fix if "dtype=" not in one))
+        raise
     arrays = [item for item in description.items if isinstance(item, ArraySpec)]
     tables = [item for item in description.items if not isinstance(item, ArraySpec)]
     # Offsets have one entry more than there are rows; the bytes of a ragged pair are in its values.
@@ -215,6 +247,12 @@ def data_rows(path: str | os.PathLike[str], keys: str | Iterable[str] | None = N
     counts.update(ragged.values())
     counts.update(table.rows for table in tables)
     rows = max(counts, key=lambda count: (counts[count], count), default=0)
+    if rows < 1 and counts:
+        raise UnsupportedData(
+            say("{path} has no rows to build batches from", path=path),
+            why=say("its arrays are empty: the first axis has the length 0"),
+            fix=(say("pass the size of one sample instead: sample_bytes='600KB'"),),
+        )
     if rows < 1:
         raise UnsupportedData(
             say("{path} has no rows to build batches from", path=path),

@@ -112,6 +112,8 @@ def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None, dtype: s
             raise _cannot(planned.tables[0].spec.name, say("it is a table"))
         for target in planned.arrays:
             extent = reader.extent(target.spec.name)
+            if extent is None and target.spec.ragged:
+                raise _cannot(target.spec.name, say("no file has it: it is made while the file is loaded"))
             if extent is None:
                 raise _cannot(
                     target.spec.name,

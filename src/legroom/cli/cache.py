@@ -79,8 +79,8 @@ def load(
 ) -> None:
     """Load files into the cache.
 
-    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need the extra "remote": pip install
-    "legroom[remote]", or ".[remote]" in a clone. An interrupted download continues where it stopped.
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need more packages: pip install
+    aiohttp fsspec s3fs. An interrupted download continues where it stopped.
     """
     from legroom.loader.batches.legroom_open import open as open_data
 

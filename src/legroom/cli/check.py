@@ -61,8 +61,9 @@ from legroom.records.workload import Plan
     "--share",
     is_flag=True,
     help="Do not predict memory. Test whether several runs can share one set of workers, for which all must load the "
-    "same batches: load them in two processes and list those that differ, for example because of unseeded random "
-    "augmentation. Needs --dataset.",
+    "same batches: load them in two processes and list those that differ, for example because a sample depends on "
+    "the time or on the samples before it. The generators of random, numpy and torch are seeded, as share= seeds them. "
+    "Needs --dataset.",
 )
 @timeout_option
 @click.option(

@@ -232,5 +232,11 @@ def pool_line(pool: Pool, plain: bool) -> str:
         used=format_size(pool.used), size=format_size(pool.size), free=format_size(pool.free),
     )  # fmt: skip
     if plain:
-        return label + say("{share:.0%} used: ", share=share) + " ".join(figures.split())
-    return label + paint(bar(share), severity) + f" {share:>4.0%} {figures}"
+        line = label + say("{share:.0%} used: ", share=share) + " ".join(figures.split())
+    else:
+        line = label + paint(bar(share), severity) + f" {share:>4.0%} {figures}"
+    rest = pool.size - pool.used - pool.free
+    if pool.name == "disk" and rest > pool.size // 100:
+        reserved = say("the file system keeps {rest} back: for root, or because of a quota", rest=format_size(rest))
+        line += "\n" + labelled(" " * len(label), reserved)
+    return line

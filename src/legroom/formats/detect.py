@@ -390,11 +390,12 @@ def _unknown(candidate: Candidate) -> UnknownFormat:
     found = found or lazy_import("legroom.formats.token_reader").text_format(candidate.file)
     if found is not None:
         return _refused(path, found)
-    fix = [say("convert it to one of: {readable}", readable=_readable()), _pass_dtype()]
+    fix = [_pass_dtype()]
     if path.suffix == ".bin":
         fix.append(
             say("if it is a dataset of Megatron, put its .idx file beside it: {index}", index=path.with_suffix(".idx"))
         )
+    fix.append(say("convert it to one of: {readable}", readable=_readable()))
     return UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" ")),

@@ -27,7 +27,7 @@ from legroom.advice.memory_need import (
     with_overlap,
     without_overlap,
 )
-from legroom.errors import DatasetOutOfMemory, UnknownFormat, UsageError
+from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
 from legroom.loader.measure.measure_dataset_in_child import measure_dataset, measure_object
@@ -206,12 +206,14 @@ def check(
     fitting = None if trial is None else verdict.verdict == "fits"
     known = dataset is None or measured is not None  # whether the need of other settings is known
     taken, replaced = taken_from_dataloader(given, own, demand)
+    others = machine.shm.used or 0
+    notes = _notes(demand, measured, data, trial, verdict.need, tries=tries or not here, others_shm=others)
     return replace(
         verdict,
         fix=(*_suggest_legroom_loader(demand, batch, machine, verdict), *verdict.fix),
         settings=largest_settings(demand, batch, machine, fitting=fitting) if known or fitting else None,
         largest_batch=_largest_batch(demand, batch, machine, verdict) if known else None,
-        notes=(*verdict.notes, *_notes(demand, measured, data, trial, verdict.need, tries=tries or not here)),
+        notes=(*verdict.notes, *notes),
         machine=machine,
         findings=_findings(demand, trial),
         from_loader=taken,
@@ -489,12 +491,7 @@ def _given_batch(
     if sample_bytes is not None:
         return batch_of(parse_size(sample_bytes), batch_size)
     assert data is not None
-    try:
-        rows = data_rows(data, keys)
-    except UnknownFormat as problem:  # a type that is given to legroom.open cannot be given here
-        known = tuple(one for one in problem.fix if "dtype=" not in one)
-        problem.fix = (*known, say("or pass the size of one sample instead: sample_bytes=SIZE"))
-        raise
+    rows = data_rows(data, keys)
     return rows.batch(_samples_in(batch_size, rows.rows))
 
 
@@ -539,9 +536,18 @@ def _suggest_legroom_loader(demand: Demand, batch: Batch, machine: Machine, verd
 
 
 def _notes(
-    demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, need: Need, *, tries: bool
-) -> tuple[str, ...]:
+    demand: Demand, measured: Measured | None, data: object, trial: LoaderTrial | None, need: Need, *, tries: bool,
+    others_shm: int,
+) -> tuple[str, ...]:  # fmt: skip
     notes = []
+    if others_shm and trial is not None and demand.num_workers:
+        notes.append(
+            say(
+                "/dev/shm had files of other processes, {used}: what they add or remove during the trial run changes "
+                "its figure",
+                used=format_size(others_shm),
+            )
+        )
     if trial is not None and trial.short is not None and {"shm", "ram"} - {*need.at_least}:
         notes.append(
             say("the trial run stopped early: the need is the prediction where that is larger than what it used")

@@ -33,6 +33,16 @@ _NOTES_SHOWN = 2
 _ALARMS_SHOWN = 3
 _ROWS_KEPT = 24  # processes in an old moment
 _SPANS = ((300.0, "5 min"), (3600.0, "1 h"), (float("inf"), phrase("all")))
+_KEYS = (
+    ("p/m/w/r/g", phrase("sort by PSS, /dev/shm, swap, RSS, GPU memory")),
+    ("t", phrase("the course of each process instead of its figures; again: back")),
+    ("o", phrase("one process alone, the largest first; again: the next; escape: all")),
+    ("c", phrase("cache entries instead of processes; again: back")),
+    ("h", phrase("a longer history; after the longest the shortest")),
+    ("← →", phrase("an older or newer reading; with shift: by 60; end: the newest")),
+    ("?", phrase("these keys; again: back")),
+    ("q", phrase("quit")),
+)
 _JOIN_TIMEOUT = 15.0  # seconds for the sample being taken
 THREADS = 4  # the watch, a slow output, and two of Textual
 _TICK = 0.2  # seconds between checks for a new moment
@@ -174,6 +184,7 @@ class ScreenState:
         self.sort = "p"
         self.cache = False
         self.over_time = False
+        self.keys = False
         self.opened: int | None = None  # the pid of the process that is shown alone
         self._span = 0
         self._when: float | None = None  # of the moment that is shown; None: the newest
@@ -203,6 +214,10 @@ class ScreenState:
     def toggle_cache(self) -> None:
         """Show cache entries instead of processes, or processes again."""
         self.cache = not self.cache
+
+    def toggle_keys(self) -> None:
+        """Show what the keys do, or what was shown before."""
+        self.keys = not self.keys
 
     def next_span(self) -> None:
         """Show more history; after the longest the shortest."""
@@ -247,6 +262,8 @@ class ScreenState:
         }
 
     def _table(self, sample: Sample, shown: Snapshot, width: int) -> list[Text]:
+        if self.keys:
+            return [Text(cut(f"{key:<10} {say(what)}", width)) for key, what in _KEYS]
         if self.cache:
             return tui_lines.entry_lines(sample.entries, width)
         if self.opened is not None:
@@ -297,6 +314,7 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
             Binding("escape", "do('close')", show=False),
             Binding("c", "do('toggle_cache')", say("cache")),
             Binding("h", "do('next_span')", say("history")),
+            Binding("question_mark", "do('toggle_keys')", say("keys"), key_display="?"),
             Binding("left", "do('look_back', 1)", say("back"), key_display="←→", priority=True),
             Binding("right", "do('look_back', -1)", show=False, priority=True),
             Binding("shift+left", "do('look_back', 60)", show=False, priority=True),

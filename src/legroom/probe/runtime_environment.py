@@ -79,7 +79,7 @@ def _where(host: Host) -> tuple[RuntimeKind, str]:
     signs = list(_engine_signs(host))
     leftover = []
     if signs and all(in_initial_namespace(host, kind) for kind in ("pid", "ipc", "uts")):
-        leftover.append(say("{sign} comes from an image: this process is in the host's namespaces", sign=signs[0][1]))
+        leftover.append(say("{sign} exists, but this process is in the host's namespaces", sign=signs[0][1]))
         signs = []
     for engine, how in signs:
         if engine == "podman":

@@ -13,11 +13,10 @@ from legroom.remote.conditional_range_requests import RangeReader, read_stream
 from legroom.remote.http_connections import Sink
 from legroom.remote.remote_errors_and_retries import CallerFailed, remote_error, retried, seconds, short_read, timeout
 from legroom.remote.remote_object import REMOTE_DATA, S3, ObjectStamp, ObjectUrl, object_url, redacted, stamp_of_info
-from legroom.system.lazy_and_optional_imports import require
+from legroom.system.lazy_and_optional_imports import EXTRAS, require
 
 CONNECTIONS = 16
-_PACKAGES = {
-    "s3": "'legroom[remote]'", "s3a": "'legroom[remote]'", "http": "'legroom[remote]'", "https": "'legroom[remote]'",
+_PACKAGES = {  # besides those of the extra "remote", for s3:// and https://
     "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs", "az": "adlfs",
 }  # fmt: skip
 _opening = threading.Lock()
@@ -246,7 +245,7 @@ def _options(url: ObjectUrl) -> dict[str, Any]:
 
 
 def _not_installed(url: ObjectUrl, raised: ImportError) -> MissingPackage:
-    package = _PACKAGES.get(url.protocol, "'legroom[remote]'")
+    package = _PACKAGES.get(url.protocol, EXTRAS["remote"])
     return MissingPackage(
         say("a package for {protocol}:// is not installed", protocol=url.protocol),
         why=redacted(str(raised)),

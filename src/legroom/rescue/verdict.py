@@ -7,6 +7,7 @@ applies gives the verdict and the lines it is based on. From a log alone, confid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from legroom.units import format_size
 LOG_ALONE = 0.85
 _OTHER_ENDS: frozenset[Cause] = frozenset({"unknown", "not-memory", "killed", "worker-killed", "ram-oom-kill"})
 _LEAST_SHM = 512 << 20
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_REQUEST = re.compile(r"(?:Unable|tried) to allocate (\d+\.?\d*) (" + "|".join(_UNITS) + ")")
 _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_exit.oom_behind_success,
     verdict_from_exit.stop_requested,
@@ -160,9 +163,22 @@ def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdic
     return replace(verdict, fix=_fixes(verdict, evidence, machine))
 
 
+def _requested(verdict: Verdict) -> int | None:
+    """Bytes of the allocation that failed, as numpy and torch print them."""
+    found = next(filter(None, map(_REQUEST.search, verdict.evidence)), None)
+    return None if found is None else int(float(found[1]) * 1024 ** _UNITS.index(found[2]))
+
+
 def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str, ...]:
     cause, runtime, pool = verdict.cause, machine.runtime, machine.pool("ram")
-    ram = None if pool is None else pool.size
+    ram, total = None if pool is None else pool.size, machine.memory.total
+    asked = _requested(verdict) if cause == "ram-allocation" else None
+    if asked is not None and total is not None and asked > total:
+        one = say(
+            "one allocation asked for {asked}, and this machine has {total}: check the shape and dtype of that array",
+            asked=format_size(asked), total=format_size(total),
+        )  # fmt: skip
+        return (one, say("legroom.open maps a file; only the rows that are read take memory"))
     if cause == "shm-full":
         wanted = fix_commands.advised_shm(ram)
         if (peak := evidence.peaks.get("shm")) is not None:

@@ -26,6 +26,19 @@ from typing import Any
 from legroom.errors import MissingPackage
 from legroom.messages import say
 
+# What each extra installs, as in pyproject.toml, which a test compares. Advice names these packages,
+# which is right for every installation: how to name an extra depends on where Legroom was installed from.
+EXTRAS = {
+    "torch": "torch",
+    "parquet": "pyarrow",
+    "zarr": "zarr",
+    "hash": "blake3 xxhash",
+    "plugins": "hdf5plugin",
+    "watch": "textual",
+    "plot": "matplotlib",
+    "remote": "aiohttp fsspec s3fs",
+    "ray": "ray",
+}
 import_lock = threading.RLock()  # held by every import at first use, and by a fork
 _forks: list[int] = []  # an item for each fork that waits for the lock, or has it
 
@@ -77,7 +90,7 @@ def require(module: str, extra: str, what: str, *, package: str | None = None, i
 
     Args:
         module: What to import: ``pyarrow.parquet``.
-        extra: The extra of Legroom that installs it; unused where ``package`` is given.
+        extra: The extra of Legroom that needs it, for the packages in ``EXTRAS``; unused where ``package`` is given.
         what: What needs it, for the error: ``phrase("reading Parquet")``.
         package: What pip installs, where no extra of Legroom has it: ``transformers``.
         instead: Ways to do without it, templates as well.
@@ -89,5 +102,5 @@ def require(module: str, extra: str, what: str, *, package: str | None = None, i
         raise MissingPackage(
             say("the package {package} is needed for {what}", package=module.partition(".")[0], what=say(what)),
             why=str(problem),
-            fix=(f"pip install {package}" if package else f"pip install 'legroom[{extra}]'", *map(say, instead)),
+            fix=(f"pip install {package or EXTRAS[extra]}", *map(say, instead)),
         ) from problem

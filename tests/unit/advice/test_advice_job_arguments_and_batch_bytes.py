@@ -17,7 +17,7 @@ from legroom.advice.job_settings_to_workload import (
     loaders_of,
     workload_of,
 )
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import UnknownFormat, UnsupportedData, UsageError
 
 
 @pytest.mark.parametrize(
@@ -104,3 +104,24 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     np.save(path, np.float32(3))
     with pytest.raises(UnsupportedData):
         data_rows(path)
+
+
+def test_a_pattern_stands_for_all_of_its_shards(tmp_path: Path) -> None:
+    for number, rows in enumerate((3, 5)):
+        np.save(tmp_path / f"s-{number}.npy", np.zeros((rows, 4)))
+    found = data_rows(f"{tmp_path}/s-*.npy")
+    assert (found.rows, found.tensors, found.nbytes, found.uneven) == (8, (32,), 256, False)
+    np.savez(tmp_path / "s-2.npz", x=np.zeros((1, 4)), y=np.zeros(1))
+    with pytest.raises(UnsupportedData, match="different columns"):
+        data_rows(f"{tmp_path}/s-*")
+
+
+def test_an_empty_array_and_a_flat_file_of_tokens_say_what_helps(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((0, 4)))
+    with pytest.raises(UnsupportedData) as caught:
+        data_rows(tmp_path / "x.npy")
+    assert caught.value.why == "its arrays are empty: the first axis has the length 0"
+    np.arange(1000, dtype="uint16").tofile(tmp_path / "x.bin")
+    with pytest.raises(UnknownFormat) as unknown:
+        data_rows(tmp_path / "x.bin")
+    assert "sample_bytes=" in unknown.value.fix[0] and "dtype=" not in str(unknown.value)

@@ -13,6 +13,8 @@ import pytest
 from rigs import TREES
 
 from legroom.cli.main import run
+from legroom.cli.text_layout import pool_line
+from legroom.records.machine import Pool
 
 ALL = sorted(path.name for path in TREES.iterdir() if path.is_dir())
 FIELDS = {"name", "size", "used", "free", "source"}
@@ -170,3 +172,9 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert paint("x", "critical").startswith("\x1b[31m")
     monkeypatch.setenv("NO_COLOR", "1")
     assert paint("x", "critical") == "x"
+
+
+def test_what_a_file_system_keeps_back_is_named() -> None:
+    line = pool_line(Pool("disk", 250 << 30, 30 << 30, 70 << 30, ""), plain=True)
+    assert "150 GB" in line.splitlines()[1]
+    assert len(pool_line(Pool("disk", 250 << 30, 30 << 30, 220 << 30, ""), plain=True).splitlines()) == 1

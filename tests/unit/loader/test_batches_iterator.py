@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -526,3 +527,28 @@ def test_a_state_with_what_is_no_number_is_damaged(data: Data, changed: dict[str
     batches = data.batches(10, shuffle=True)
     with pytest.raises(UsageError, match="damaged"):
         batches.load_state_dict({**batches.state_dict(), **changed})
+
+
+def test_a_second_path_is_not_taken_for_the_name_of_an_array(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "a.npy"), str(tmp_path / "b.npy")
+    np.save(first, np.zeros(3)), np.save(second, np.zeros(3))
+    with pytest.raises(MissingKey) as caught:
+        legroom.open(first, second)
+    assert caught.value.fix[0] == f"for several files pass a list: legroom.open([{first!r}, {second!r}])"
+
+
+def test_columns_that_are_proposed_fit_together(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["x"], file["y"], file["empty"], file["n"] = np.zeros((10, 3)), np.zeros(10), np.zeros((0, 2)), 5
+    with pytest.raises(UnsupportedData) as caught:
+        legroom.open(tmp_path / "s.h5").batches(2, format="numpy")
+    assert caught.value.fix[0] == "select the columns: keys=['x', 'y']"
+
+
+def test_offsets_that_no_file_has_cannot_be_mapped_in_place(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("0.jpg"))
+    with pytest.raises(UnsupportedData) as caught:
+        legroom.open(tmp_path / "x.tar", backing="inplace")
+    assert caught.value.why == "no file has it: it is made while the file is loaded" and len(caught.value.fix) == 1

@@ -11,10 +11,10 @@ import pytest
 from machines import MB, healthy, with_pool
 
 from legroom.advice.job_settings_to_workload import Batch, Demand
-from legroom.loader.legroom_check import _judged_by_trial
+from legroom.loader.legroom_check import _judged_by_trial, _notes
 from legroom.loader.measure.start_dataloader_trial import _result
 from legroom.loader.measure.start_memory_guard import GuardedRun
-from legroom.records.workload import LoaderTrial, Plan
+from legroom.records.workload import LoaderTrial, Need, Plan
 
 BATCH = Batch((8 * MB,), 8, "measured", rows=800)
 TRIAL = LoaderTrial(
@@ -118,3 +118,14 @@ def test_full_collections_that_run_out_of_memory_need_more_than_there_is_and_not
 def test_a_pool_that_ran_out_before_is_a_no_all_the_same(tmp_path: Path) -> None:
     assert _answered(tmp_path, START, PAUSE, EPOCH, END, reported="shm").short == "shm"
     assert _answered(tmp_path, START, PAUSE, EPOCH, stopped="ram", status=None).short == "ram"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_of_others_in_shm_are_noted(workers: int) -> None:
+    demand, trial = (
+        Demand(num_workers=workers, process_ram=MB),
+        LoaderTrial(ram=MB, shm=MB, fds=9, batches=9, process=MB, whole=True),
+    )
+    nothing = Need(terms=(), shm=0, ram=0, pinned=0, fds=0, disk=0, gpu=0)
+    found = [_notes(demand, None, None, trial, nothing, tries=True, others_shm=others) for others in (0, 5 * MB)]
+    assert [any("files of other processes, 5 MB" in note for note in notes) for notes in found] == [False, workers > 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import marshal
 import os
 import signal
 import subprocess
@@ -219,6 +220,73 @@ def test_it_waits_until_torch_has_unlinked_the_files_of_ended_processes(
     no_time_passes(monkeypatch, sleep)
     memory_guard_script._wait_unlinked(str(tmp_path), {earlier.name})
     assert len(slept) == 3
+
+
+def test_files_of_the_command_s_processes_alone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, left, others, running = (
+        "torch_999999998_1_0",
+        "torch_999999998_2_1",
+        "torch_999999999_1_0",
+        f"torch_{os.getpid()}_1_0",
+    )
+    (tmp_path / earlier).touch()
+    leftovers = memory_guard_script.Leftovers(str(tmp_path))
+    leftovers.add(["999999998", str(os.getpid())])
+    for name in (left, others, running, "cached.npy"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(MB)
+    leftovers.remove()
+    assert {path.name for path in tmp_path.iterdir()} == {earlier, others, running, "cached.npy"}
+    # In a container the number may be that of another container's process: what it has written stays.
+    (tmp_path / left).write_bytes(b"batch")
+    monkeypatch.setattr(os, "readlink", lambda _: "pid:[4026532000]")
+    leftovers.remove()
+    assert (tmp_path / left).exists()
+
+
+@pytest.mark.parametrize("how", ["limit", signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_trial_leaves_no_file(tmp_path: Path, how: Any) -> None:
+    """Also where the guard itself is killed."""
+    folder, shm = tmp_path / "folder", tmp_path / "shm"
+    folder.mkdir(), shm.mkdir()
+    worker = f"import os, time; os.truncate(os.open('{shm}/torch_%d_1_0' % os.getpid(), os.O_CREAT | os.O_RDWR), {MB}); time.sleep(60)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {worker!r}])"
+    path = start_memory_guard._plan([sys.executable, "-S", "-c", program], folder, 1 if how == "limit" else 60)
+    plan = marshal.loads(path.read_bytes())
+    path.write_bytes(marshal.dumps({**plan, "where": {**plan["where"], "shm": str(shm)}}))
+    guard = subprocess.Popen([*start_memory_guard._GUARD, str(path)])
+    deadline = time.monotonic() + 60
+    try:
+        while not any(file.stat().st_size for file in shm.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(5 * memory_guard_script.STAT_S)
+        if how == "limit":
+            assert guard.wait(60) == 0 and (folder / "result").exists()
+        else:
+            guard.send_signal(how)
+            assert guard.wait(60) == -how
+            while folder.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not folder.exists()
+        assert not list(shm.iterdir())
+    finally:
+        guard.kill()
+        guard.wait()
+
+
+def test_sockets_of_a_trial_s_workers_are_in_its_folder(tmp_path: Path) -> None:
+    """A worker that is killed cannot remove multiprocessing's own directory for temporary files."""
+    program = (
+        "import sys; from multiprocessing import util; from legroom.loader.measure.dataloader_trial import "
+        "prepare_to_be_killed as prepare; prepare(sys.argv[1]); print(util.get_temp_dir())"
+    )
+    for folder in (tmp_path / "x", tmp_path / ("x" * 100)):  # a socket's path has at most 107 bytes
+        line = [sys.executable, "-c", program, str(folder)]
+        done = subprocess.run(
+            line, capture_output=True, text=True, check=True, cwd="/", env=start_memory_guard.child_environment()
+        )
+        assert (done.stdout.strip() == str(folder)) == (len(str(folder)) < 80)
 
 
 @pytest.mark.parametrize(

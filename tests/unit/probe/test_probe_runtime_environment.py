@@ -119,7 +119,7 @@ def test_a_sign_in_the_machines_own_namespaces_is_an_images_leftover(
 ) -> None:
     found = environment(machine(tmp_path / "vm", links=OWN_NAMESPACES, **given_))
     assert found.kind == "bare"
-    assert sign in found.how and "comes from an image" in found.how
+    assert sign in found.how and "in the host's namespaces" in found.how
     for kind in OWN:
         links = OWN_NAMESPACES | {f"/proc/self/ns/{kind}": f"{kind}:[4026532000]"}
         assert environment(machine(tmp_path / kind, links=links, **given_)).kind in ("docker", "container")

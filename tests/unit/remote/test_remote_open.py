@@ -493,7 +493,7 @@ def test_unknown_protocols_and_missing_packages(shm: Path, monkeypatch: pytest.M
     monkeypatch.setattr("fsspec.core.url_to_fs", no_s3)
     with pytest.raises(errors.MissingPackage) as caught:
         legroom.open("s3://bucket/y.npy")
-    assert caught.value.fix == ("pip install 'legroom[remote]'",)
+    assert caught.value.fix == ("pip install aiohttp fsspec s3fs",)
 
 
 def test_a_damaged_object_is_named_by_its_url(shm: Path) -> None:

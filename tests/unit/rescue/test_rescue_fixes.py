@@ -98,3 +98,20 @@ def test_sigint_is_never_called_that_of_a_daemon() -> None:
     typed = classify(Evidence(ending=ExitStatus(130), keyboard=True, oom=OomCount(0, True, "own")))
     assert typed.cause == "killed" and "Ctrl-C" in typed.summary, "a script that exits with 130 after Ctrl-C"
     assert _advised(ending=ExitStatus(130), keyboard=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 149. PiB for an array with shape (9,)", "149 PB"),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+         "tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)", "3.55 PB"),
+    ],
+)  # fmt: skip
+def test_an_array_larger_than_the_machine_is_no_question_of_workers(line: str, asked: str) -> None:
+    told = _advised(ending=ExitStatus(1), text=f"Traceback (most recent call last):\n  File 'a'\n{line}\n")
+    assert f"asked for {asked}" in told and "fewer workers" not in told
+    small = _advised(
+        ending=ExitStatus(1), text=f"{line}\n".replace("149. PiB", "9. MiB").replace("4000000000000000", "40")
+    )
+    assert "asked for" not in small and "fewer workers" in small

@@ -16,6 +16,7 @@ kernel are compared in the first batches of a loop over scattered rows (choose_f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -156,6 +157,9 @@ def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, 
                 raise
             refused[name] = problem.why
     if refused:
+        lengths = Counter(map(len, found.values()))
+        usual = max(lengths, key=lambda rows: (lengths[rows], rows), default=0)
+        found = {name: column for name, column in found.items() if len(column) == usual}
         raise UnsupportedData(
             say("these columns cannot be part of a batch: {names}", names=listed(refused)),
             why=joined(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),

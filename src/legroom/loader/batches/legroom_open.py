@@ -6,13 +6,16 @@ docs/decisions/0009-open-is-in-the-loader.md.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.find_or_build_entry import OpenRequest, Where, open_as, source_paths
+from legroom.errors import MissingKey
 from legroom.formats.base_reader import Selection
+from legroom.messages import say
 from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 
@@ -117,7 +120,8 @@ def open(
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file in place, without a copy.
-        hash: The hash that identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.
+        hash: The hash that identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with the
+            package blake3 or xxhash.
         wait: Wait for another process that is loading the file; False raises NotLoaded then.
         progress: Called with (done, total) bytes while it loads.
         evict: Remove unused entries when space is needed; False raises NoRoom instead.
@@ -129,4 +133,13 @@ def open(
     check_arguments(open, locals(), ("path", "keys", "backing", "hash"))
     kind = None if dtype is None else lazy_import("legroom.formats.token_reader").token_dtype(dtype)
     request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict, revalidate, kind)
-    return open_as(Data, request, wait=wait, progress=progress)
+    try:
+        return open_as(Data, request, wait=wait, progress=progress)
+    except MissingKey as problem:
+        if isinstance(path, str | os.PathLike) and isinstance(keys, str) and os.path.isfile(keys):  # a second path
+            problem.fix = (
+                say("for several files pass a list: legroom.open([{first!r}, {second!r}])",
+                    first=str(path), second=keys),
+                *problem.fix,
+            )  # fmt: skip
+        raise

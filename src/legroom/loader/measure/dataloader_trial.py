@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from legroom.probe.copy_on_write import CopiedMemory
 
 _STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
+_SOCKET_FOLDER = 80  # bytes: the path of a socket in it has at most 107
 _PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
 _COMPARED = 2048  # pages that a worker copied, compared at each reading
 _JUDGED = 256  # samples that show whether reading them copies; twice as many pages
@@ -93,7 +94,7 @@ class TensorsOfSize:
 
 def run(make: Callable[[], FoundDataset], answer: str, settings: dict[str, Any], *, caller: bool = True) -> None:
     """In the child: run the loop and write every step to the file ``answer``; ``caller``: a fork of the caller."""
-    prefer_kill()
+    prepare_to_be_killed(os.path.dirname(answer))
     sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(**what: Any) -> None:
@@ -110,12 +111,20 @@ def run(make: Callable[[], FoundDataset], answer: str, settings: dict[str, Any],
         )  # fmt: skip
 
 
-def prefer_kill() -> None:
-    """Let the OOM killer take this process and its workers first, and end it with its guard."""
+def prepare_to_be_killed(folder: str) -> None:
+    """Let the OOM killer take this process and its workers first, and end it with its guard.
+
+    Sockets of the workers are made in ``folder``, which is removed afterwards: multiprocessing's own directory in /tmp
+    stays if they are killed.
+    """
+    from multiprocessing.process import current_process
+
     from legroom.system.processes_and_threads import die_with_parent, prefer_oom_kill
 
     prefer_oom_kill()
     die_with_parent(signal.SIGKILL)
+    if len(os.fsencode(folder)) < _SOCKET_FOLDER:
+        current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # multiprocessing.util.get_temp_dir
 
 
 def _loop(

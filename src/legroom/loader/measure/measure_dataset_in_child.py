@@ -26,7 +26,7 @@ from typing import Any
 from legroom.errors import BatchSizeNeeded, DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
 from legroom.loader.measure import memory_guard_script
 from legroom.loader.measure.dataloader_throughput import run_loader
-from legroom.loader.measure.dataloader_trial import prefer_kill, traceback_tail
+from legroom.loader.measure.dataloader_trial import prepare_to_be_killed, traceback_tail
 from legroom.loader.measure.dataset_bytes_and_seconds import FIX, measure
 from legroom.loader.measure.import_dataset import CannotImport, chosen_batch_size, find_dataset, split_name  # fmt: skip
 from legroom.loader.measure.start_memory_guard import (
@@ -233,7 +233,7 @@ def main(request: str, answer: str) -> None:
 def _write_answer(work: Callable[[], dict[str, Any]], path: str) -> None:
     """Do the work, write what it returned or raised, and end this process."""
     faulthandler.enable()
-    prefer_kill()
+    prepare_to_be_killed(os.path.dirname(path))
     try:
         answer: dict[str, Any] = {"result": work()}
     except CannotImport as problem:

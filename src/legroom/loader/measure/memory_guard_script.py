@@ -8,10 +8,15 @@ run and the program to start afterwards.
 
 While memory is scarce, the guard opens no file and allocates no kernel memory: where the cgroup is full, that would
 let the OOM killer choose among the processes that have not been killed yet, and the guard may be the last of them.
+
+Killed processes leave files of torch in /dev/shm, named after the process that made them. The guard removes those of
+the processes that the command was seen to have. If the guard itself is killed, a fork of it does that, which waits for
+its end from the start.
 """
 
 from __future__ import annotations
 
+import _signal as signals  # type: ignore[import-not-found]  # the signal module imports enum, which takes a megabyte
 import marshal
 import os
 import sys
@@ -38,6 +43,8 @@ UNLINK_S = 10.0  # for torch_shm_manager, which unlinks the files of ended proce
 _FIRST = -20  # nice value of the guard
 _STEP = 256 << 10  # a rise that is recorded
 _BLOCKED = 1 << 1 | 1 << 14  # SIGINT and SIGTERM
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # the machine's own, fixed in the kernel
+_DONE = b"done"
 _opened: dict[str, int] = {}  # descriptors of the counters that are read again and again
 
 
@@ -77,7 +84,7 @@ class MemoryMeter:
         now = time.monotonic()
         if now > self._stat_at + (TREE_S if self._own is None else STAT_S):
             self._read_caches()
-            if self._free() > SUM_SPACE:
+            if self.has_space():
                 self._tree = self._sum()
             self._record_kernel_peak(now)
             self._stat_at = time.monotonic()
@@ -98,6 +105,10 @@ class MemoryMeter:
         if self._base_shm and self._shm_free is not None and self._shm_free < self._where["shm_reserve"]:
             return "shm" if self.shm else None
         return None
+
+    def has_space(self) -> bool:
+        """Whether enough is free to open files."""
+        return self._free() > SUM_SPACE
 
     def finish(self) -> None:
         """Use the kernel's own peak if it has risen: it is exact. Otherwise add a margin for what was not seen."""
@@ -172,13 +183,20 @@ def _held(pid: int, shm: int) -> int:
         one = waiting.pop()
         anonymous += _anonymous(one)
         mapped += _fields(f"/proc/{one}/smaps_rollup", ["Pss_Shmem:"], 0, again=False) * 1024
-        try:
-            for task in os.listdir(f"/proc/{one}/task"):
-                with open(f"/proc/{one}/task/{task}/children", "rb", buffering=0) as file:
-                    waiting += file.read(1 << 16).decode("ascii").split()
-        except OSError:  # it has ended, or the kernel lacks the file
-            continue
+        waiting += _children(one)
     return anonymous + max(shared, mapped)
+
+
+def _children(pid: str) -> list[str]:
+    """The processes that a process has started; none if it has ended, or the kernel lacks the file."""
+    found: list[str] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:
+                found += file.read(1 << 16).decode("ascii").split()
+    except OSError:
+        pass
+    return found
 
 
 def _anonymous(pid: str) -> int:
@@ -307,10 +325,148 @@ def _is_of_shm(text: bytes, mark: bytes) -> bool:
     return False
 
 
-def _watch(pid: int, meter: MemoryMeter, output: _Output, timeout: float) -> tuple[int | None, str | None]:
+class Leftovers:
+    """The files in /dev/shm that the command's processes leave if they are killed.
+
+    A torch that cannot allocate the whole of a file keeps it, and one that is killed while it sends a batch too.
+    """
+
+    def __init__(self, shm: str, notebook: int | None = None) -> None:
+        """``notebook``: a descriptor to which the processes are written as they are seen."""
+        self._shm, self._notebook = shm, notebook
+        self.earlier = _torch_files(shm)
+        self.pids: set[str] = set()
+        self._next = 0.0
+
+    def add(self, pids: list[str]) -> None:
+        """Add processes of the command."""
+        new = set(pids) - self.pids
+        self.pids |= new
+        if new and self._notebook is not None:
+            tell(self._notebook, b"".join(b"%d\n" % int(pid) for pid in new))
+
+    def look(self, pid: int, *, may_open: bool, now: float) -> None:
+        """Look for the workers, which the main thread starts, and, if that ``may_open`` files, for a fork server's."""
+        path = f"/proc/{pid}/task/{pid}/children"
+        if now < self._next or not (may_open or path in _opened):
+            return
+        self._next = now + STAT_S
+        try:
+            workers = _content(path, 1 << 16).decode("ascii").split()
+        except OSError:  # it has ended, or the kernel lacks the file
+            return
+        self.add(workers)
+        if may_open:
+            self._next = now + TREE_S
+            for worker in workers:
+                self.add(_children(worker))
+
+    def remove(self) -> None:
+        """Remove them, after the processes have ended."""
+        for name in _torch_files(self._shm) - self.earlier:
+            maker = name.split("_")[1]
+            if maker in self.pids and not _is_alive(maker) and _may_remove(f"{self._shm}/{name}"):
+                try:
+                    os.unlink(f"{self._shm}/{name}")
+                except OSError:  # its manager was quicker
+                    pass
+
+
+def _may_remove(path: str) -> bool:
+    """Whether a file that is named after a process of the command is certainly the command's.
+
+    Containers may have the same /dev/shm, and their processes the same numbers. There it is only certain of a file
+    that did not get all of its memory: nobody can use it.
+    """
+    try:
+        found = os.lstat(path)
+        unique = os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and (unique or found.st_blocks * 512 < found.st_size)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether a process runs; one that has ended may wait for a parent that never asks."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return file.read(1024).rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return False
+
+
+def tell(notebook: int, text: bytes) -> None:
+    """Write to the cleaner, which may have been killed."""
+    try:
+        os.write(notebook, text)
+    except OSError:
+        pass
+
+
+def _start_cleaner(plan: dict[str, Any]) -> tuple[int, int] | None:
+    """A fork that cleans up if this process is killed: its pid, and where to write the processes that it then ends."""
+    try:
+        reading, writing = os.pipe()
+    except OSError:
+        return None
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        return None
+    if pid:
+        os.close(reading)
+        return pid, writing
+    try:
+        os.setsid()
+        for number in (1, 2, 15):
+            signals.signal(number, signals.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for target in (0, 1, 2, writing):  # who reads the output does not wait for this process
+            os.dup2(nothing, target)
+        _clean_up(reading, plan)
+    finally:
+        os._exit(0)
+
+
+def _clean_up(reading: int, plan: dict[str, Any]) -> None:
+    """In the cleaner: wait for the end of the guard; if it was killed, end the command and remove what is left."""
+    leftovers, told = Leftovers(plan["where"]["shm"]), b""
+    while text := os.read(reading, 1 << 16):
+        told += text
+    if told.endswith(_DONE):
+        return
+    pids = told.decode("ascii").split()
+    leftovers.add(pids)
+    if pids:
+        end_group(int(pids[0]), reaped=True)
+        leftovers.remove()
+    remove_folder(plan["folder"])
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder with all that is in it."""
+    for folder, below, files in os.walk(path, topdown=False):
+        for remove, names in ((os.unlink, files), (os.rmdir, below)):
+            for name in names:
+                try:
+                    remove(f"{folder}/{name}")
+                except OSError:
+                    pass
+    try:
+        os.rmdir(path)
+    except OSError:
+        pass
+
+
+def _watch(
+    pid: int, meter: MemoryMeter, output: _Output, leftovers: Leftovers, timeout: float
+) -> tuple[int | None, str | None]:
     """The exit status, or why it was stopped."""
     parent, deadline = os.getppid(), time.monotonic() + timeout
     while True:
+        leftovers.look(pid, may_open=meter.has_space(), now=time.monotonic())
         try:
             gone, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:  # a handler of SIGCHLD took the status; its answer shows how it ended
@@ -429,30 +585,34 @@ def _is_starting(name: str) -> bool:
     return False
 
 
-def run_watched(plan: dict[str, Any], start: Any, beside: int | None = None) -> dict[str, Any]:
-    """Call ``start``, watch the command to its end and return its peak memory."""
+def run_watched(
+    plan: dict[str, Any], start: Any, beside: int | None = None, notebook: int | None = None
+) -> dict[str, Any]:
+    """Call ``start``, watch the command to its end and return its peak memory; ``notebook``: of the cleaner."""
     meter = MemoryMeter(plan["where"], beside)
     output = _Output(plan["output"], plan["marks"])
     shm = plan["where"]["shm"]
-    earlier = _torch_files(shm)
+    leftovers = Leftovers(shm, notebook)
     try:
         pid = meter.pid = start(plan)
     except OSError as problem:  # too little memory for a fork, or too many processes
         close_files()
         return not_started(problem, plan["output"])
+    leftovers.add([str(pid)])
     status = stopped = None
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     _set_nice(_FIRST)  # after the start: the command keeps the nice value that it has in training
     try:
-        status, stopped = _watch(pid, meter, output, plan["timeout"])
+        status, stopped = _watch(pid, meter, output, leftovers, plan["timeout"])
     finally:
         reaped = status is not None  # then the number may belong to another process soon
         kill_without_memory(pid, reaped=reaped)  # the OOM killer may have taken the command alone: its workers go on
         meter.wait_released()
         end_group(pid, reaped=reaped)
+        leftovers.remove()
         _set_nice(nice)
     meter.finish()
-    _wait_unlinked(shm, earlier)
+    _wait_unlinked(shm, leftovers.earlier)
     close_files()
     return {
         "status": status,
@@ -479,15 +639,38 @@ def main(path: str) -> None:
     """Execute the plan."""
     with open(path, "rb") as file:
         plan = marshal.load(file)
+    parent, cleaner = os.getppid(), _start_cleaner(plan)
     try:
-        found = run_watched(plan, _start)
-    except KeyboardInterrupt:
+        for number in (1, 15):
+            if signals.getsignal(number) == signals.SIG_DFL:
+                signals.signal(number, _stop)
+        found = run_watched(plan, _start, notebook=cleaner and cleaner[1])
+    except (KeyboardInterrupt, _Stopped) as stop:
+        remove_folder(plan["folder"])
+        if isinstance(stop, _Stopped):
+            signals.signal(stop.args[0], signals.SIG_DFL)
+            os.kill(os.getpid(), stop.args[0])
         sys.exit(130)
+    finally:
+        if cleaner is not None:
+            tell(cleaner[1], _DONE)
+            os.close(cleaner[1])
+            os.waitpid(cleaner[0], 0)
     with open(plan["result"] + ".part", "wb") as file:
         marshal.dump(found, file)
     os.replace(plan["result"] + ".part", plan["result"])
     if plan["then"]:
         os.execve(plan["then"][0], plan["then"], plan["then_environment"])
+    if os.getppid() != parent:  # nobody reads the result
+        remove_folder(plan["folder"])
+
+
+class _Stopped(Exception):
+    """A signal that ends this process."""
+
+
+def _stop(number: int, _: object) -> None:
+    raise _Stopped(number)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ def _content(command: Sequence[str], folder: Path, timeout: float, again: Sequen
         "where": _memory_files(Host()),
         "command": [*command],
         "environment": child_environment(),
+        "folder": str(folder),
         "output": str(folder / "output"),
         "result": str(folder / "result"),
         "timeout": timeout,
