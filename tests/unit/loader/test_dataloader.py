@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from recorded_admissions import record_admissions
 
@@ -53,6 +54,7 @@ def _long_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
     It sends SIGTERM to those that have not ended by then, and does not wait for them.
     """
+    gc.collect()  # iterators that other tests left in cycles are not waited for with this interval
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
 
 
@@ -551,6 +553,33 @@ def test_an_empty_dataset_does_not_delay_workers_under_admission(monkeypatch: py
     started = time.monotonic()
     assert list(legroom.DataLoader(samples.Rows("int", 0), 4, num_workers=2)) == []
     assert time.monotonic() - started < 55
+
+
+@pytest.mark.usefixtures("_long_join")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sampler": np.arange(60)}, {"persistent_workers": True}],
+    ids=["plain", "numpy indices", "persistent"],
+)
+def test_a_loader_that_is_collected_in_a_cycle_ends_its_workers_at_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, earlier: set[int | None]
+) -> None:
+    """The collector may finalize the pipes before the iterator, and its message to end would be lost."""
+    loader = legroom.DataLoader(samples.Rows("int", 60), 2, num_workers=2, **options)
+    if options.get("persistent_workers"):
+        list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    inner: Any = iterator._inner
+    # In the order in which the collector may come to them: those in the first cycle are finalized first.
+    queues = list(inner._index_queues)
+    cycle: list[Any] = [queues, loader, iterator]
+    cycle.append(cycle)
+    started = time.monotonic()
+    del loader, iterator, inner, queues, cycle
+    gc.collect()
+    assert time.monotonic() - started < 55
+    assert children() <= earlier
 
 
 class Together:

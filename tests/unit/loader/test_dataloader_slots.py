@@ -239,6 +239,17 @@ def test_a_file_that_is_not_the_slot_is_refused() -> None:
         receive.receive(os.getpid(), 999_999, 1, [(0, 8)], b"", False, None, None)
 
 
+def test_the_descriptor_of_a_refused_slot_is_closed_once() -> None:
+    made = Slot.make(4096, 1)
+    fd = os.dup(made.fd)
+    with pytest.raises(OSError, match="not the one that was sent"):
+        Slot.at(fd, made.id + 1, keep=True)
+    other = os.dup(made.fd)
+    gc.collect()  # the half-made slot is gone
+    assert other == fd and os.fstat(other).st_size > 4096
+    os.close(other)
+
+
 def test_a_slot_cannot_be_truncated_under_its_map() -> None:
     slot = Slot.make(4096, 1)
     with pytest.raises(PermissionError):

@@ -70,6 +70,14 @@ def all_requests_taken(iterator: Any) -> bool:
         return False
 
 
+def is_resume_message(message: Any) -> bool:
+    """Whether torch tells persistent workers with it that an epoch begins.
+
+    False if unknown: then it goes through a queue's thread, and so do all later messages to that worker.
+    """
+    return type(message).__name__ == "_ResumeIteration" and type(message).__module__.startswith("torch.")
+
+
 def dataset_ended(iterator: Any) -> bool:
     """Whether an iterator without workers has reached the end of its IterableDataset.
 
