@@ -44,10 +44,12 @@ from legroom.loader.dataloader.pin_memory import cuda_pinner
 from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
 from legroom.loader.dataloader.sharing.shared_epoch_iterator import ON_SLOW, SharedEpoch, Sharing
-from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers
+from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers, workers_of_failed_start
 from legroom.loader.dataloader.worker_shutdown import EndWithProgram, exit_if_importing_main
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.ram_swap_and_pressure import memory
 from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
 
@@ -287,7 +289,8 @@ class Loader:
         # None: torch pins the batches, or they are not pinned.
         pinner = cuda_pinner() if loader.pin_memory and self.transport == "arena" else None
         admission = self._new_admission(method, persistent)
-        before = multiprocessing.active_children()
+        running = multiprocessing.active_children()
+        memory_before = None if persistent and self._group is not None else memory(Host())
         settings: dict[str, Any] = {"_starting": True}
         if pinner is not None:
             settings["pin_memory"] = False  # torch would start a thread for batches that are pinned already
@@ -295,27 +298,32 @@ class Loader:
         if self.transport == "arena":
             context = loader.multiprocessing_context or multiprocessing.get_context(start_method())
             settings["multiprocessing_context"] = direct_context(context)
+        inner = None
+        group = None
         try:
             with unopened(), _temporarily(loader, settings):
                 inner = start()
+            every = workers(inner)
+            if every is None:
+                every = [process for process in multiprocessing.active_children() if process not in running]
+            started = [process for process in every if self._group is None or process.pid not in self._group.pids]
+            kept = self._group if persistent and not started else None
+            group = kept or WorkerGroup(started, method, memory_before)
+            explain_sigchld()
         except BaseException as problem:
             if admission is not None:
                 admission.close()  # torch ends those that have started, and they must not wait
-            explained = self._explain_pickling(problem) or explain_start(problem, method)
+            # A worker may be killed at once: torch's signal handler raises while its iterator, or this, is being made.
+            group = group or WorkerGroup(workers(inner) or workers_of_failed_start(problem), method, memory_before)
+            explained = self._explain_pickling(problem) or explain_start(problem, method) or group.explain(problem)
             if explained is None:
                 raise
             raise explained from problem
         if admission is not None and batches_ordered(inner) == 0:
             admission.admit()  # no batch will be made for which the others could wait
-        every = workers(inner)
-        if every is None:
-            every = [process for process in multiprocessing.active_children() if process not in before]
-        started = [process for process in every if self._group is None or process.pid not in self._group.pids]
-        group = self._group if persistent and self._group is not None and not started else WorkerGroup(started, method)
         if persistent:
             self._group = group
         self._seeded = self._seeded or persistent
-        explain_sigchld()
         out_of_order = None
         if not (self._iterable or resume.in_order(self)):
             progress.unnumbered = not OutOfOrder.supported(inner)

@@ -24,6 +24,19 @@ def workers(iterator: Any) -> list[BaseProcess] | None:
     return list(found) if isinstance(found, list) else None
 
 
+def workers_of_failed_start(problem: BaseException) -> list[BaseProcess]:
+    """The workers of the iterator in one of whose methods this was raised, when torch made it or began an epoch.
+
+    Empty if unknown: then torch's error is not explained.
+    """
+    trace = problem.__traceback__
+    while trace is not None:
+        if found := workers(trace.tb_frame.f_locals.get("self")):
+            return found
+        trace = trace.tb_next
+    return []
+
+
 def drop_iterator(loader: Any) -> None:
     """Drop the iterator that a loader keeps for persistent workers, which ends them.
 
