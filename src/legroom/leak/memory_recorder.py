@@ -75,30 +75,32 @@ class Recorder:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.running = False
-        self._forks = False
+        self._started = self._forks = False
         self._reset()
 
     def start(self) -> None:
         """Begin."""
-        self.running = True
+        self.running = self._started = True
         self._tracing.install()
         self._shm.listen()
         step_callbacks.listen(self._count)
         self.torch.install()
+        atexit.register(self.stop)
         if not self._forks:
             self._forks = True
-            atexit.register(self.stop)
             _follow_forks(self)
         self._start_thread()
 
     def stop(self) -> None:
-        """Take a last sample, and end."""
-        if not self.running:
+        """Take a last sample, and end; after an error, remove what remained in place."""
+        if not self._started:
             return
-        if self._source is None or self.steps > self._sampled_step:
+        if self.running and (self._source is None or self.steps > self._sampled_step):
             self._sample_safely(last=True)
-        self.running = False
+        self.running = self._started = False
+        atexit.unregister(self.stop)  # which would keep this object, and all that it holds
         self._stop_thread()
+        self._forget_window()
         self._tracing.remove()
         self._shm.stop()
         step_callbacks.stop_listening(self._count)
@@ -209,8 +211,10 @@ class Recorder:
             self._lock.release()
 
     def _end_with(self, problem: Exception) -> None:
+        """Record no more. The hooks return at once; `stop` removes them, because this may run within one of torch's."""
         self.running = False
         self._tracing.remove()
+        self._forget_window()
         self._writer.write("note", text=f"recording ended: {type(problem).__name__}: {problem}")
 
     def _sample(self, *, last: bool) -> None:
@@ -403,18 +407,23 @@ class Recorder:
         if self._tracing.scripts_own:
             return
         walk = Walk().run(running_frames(sys._getframe(3)), worker_dataset()[1])
-        self._window_holders = {
+        holders = {
             number: holding.thing
             for key, number in self._numbers.items()
             if (holding := walk.found.get(key)) is not None
         }
-        ordered = {number: one for number, one in self._window_holders.items() if isinstance(one, (list, dict))}
-        self._window_sizes = {number: len(one) for number, one in ordered.items()}  # a set has no newest items
+        ordered = {number: one for number, one in holders.items() if isinstance(one, (list, dict))}
+        sizes = {number: len(one) for number, one in ordered.items()}  # a set has no newest items
         if self._tracing.begin():
+            self._window_holders, self._window_sizes = holders, sizes
             wanted = _WINDOW_STEPS[min(self._windows, len(_WINDOW_STEPS) - 1)]
             wanted = max(_WINDOW_STEPS[0], min(wanted, self.steps // _WINDOW_PART))
             self._window_steps = max(3, min(wanted, int(_LONGEST_WINDOW / max(self._step_time, 1e-4))))
             self._window_from, self._middle_done = (self.steps, time.monotonic()), False
+
+    def _forget_window(self) -> None:
+        """Keep no container of the script."""
+        self._window_from, self._window_holders, self._window_sizes = None, {}, {}
 
     def _grows(self) -> bool:
         """Whether Python's objects or malloc's bytes have grown over the last samples."""
@@ -438,7 +447,6 @@ class Recorder:
 
     def _end_window(self, steps: int, seconds: float) -> None:
         started = time.monotonic()
-        self._window_from = None
         aborted = self._tracing.aborted or not self._tracing.open
         sites = self._tracing.end()
         tensors = None
@@ -452,7 +460,7 @@ class Recorder:
                 found = live_tensors().items()
                 tensors = [(line.file, line.number, count, pools) for line, (count, pools) in found if count > 2]
         self._tracing.close()
-        self._window_holders = {}
+        self._forget_window()
         self._windows += 1
         self._after_window = self._samples + _SAMPLES_BETWEEN, self.steps + _STEPS_BETWEEN * steps
         if not aborted:
@@ -526,7 +534,7 @@ class Recorder:
         self._stop_thread()
         if self._tracing.open:
             self._tracing.close()  # the child would trace on
-            self._window_from, self._window_holders = None, {}
+            self._forget_window()
 
     def after_fork_in_parent(self) -> None:
         """Continue."""
