@@ -24,6 +24,7 @@ from typing import Any
 
 from legroom.errors import UnreadableSource, UsageError
 from legroom.messages import listed, say
+from legroom.system.argument_checks import check_arguments
 
 VERSION = 1
 _KIND = "legroom_checkpoint"
@@ -38,6 +39,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     """
     import torch
 
+    check_arguments(save, locals())
     states = {name: part.state_dict() for name, part in parts.items() if _has_state(part)}
     values = {name: part for name, part in parts.items() if name not in states}
     target = Path(path)
@@ -63,6 +65,7 @@ def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None
     """
     import torch
 
+    check_arguments(restore, locals())
     target = Path(path)
     if not target.exists():
         return None

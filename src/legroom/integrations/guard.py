@@ -34,7 +34,7 @@ from legroom.records.finding_and_alarm import Alarm
 from legroom.records.loader_settings_and_flags import LoaderKind
 from legroom.records.machine import Pool
 from legroom.records.settings_and_overrides import Settings
-from legroom.system.argument_checks import check_choice
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
@@ -104,7 +104,7 @@ def keep_share(prepared: Any) -> None:
         base.dataset, **what, num_workers=base.num_workers, collate_fn=base.collate_fn, pin_memory=base.pin_memory,
         timeout=base.timeout, worker_init_fn=base.worker_init_fn, generator=base.generator,
         multiprocessing_context=base.multiprocessing_context, prefetch_factor=base.prefetch_factor,
-        persistent_workers=base.persistent_workers, share=share[0], on_slow=share[1],
+        persistent_workers=base.persistent_workers, **share,
     )  # fmt: skip
 
 
@@ -154,6 +154,8 @@ def apply_settings(loader: Any, settings: Settings) -> list[str]:
     if settings.num_workers and getattr(loader, "transport", None) == "none":
         # Created without workers, it has no transport of its own: batches of workers would go through /dev/shm.
         return [say("loader not changed: a legroom.DataLoader created without workers cannot get any later")]
+    if getattr(loader, "share", None) is not None:
+        return [say("loader not changed: the trainers of its group share one set of workers")]
     changed = [
         say("{name}: {old} → {new}", name=name, old=getattr(loader, name), new=value) for name, value in changes.items()
     ]
@@ -263,7 +265,6 @@ def _pool_usage(pool: Pool) -> str:
 
 
 Tune = Literal["apply", "advise", "off"]
-_TUNE_CHOICES = ("apply", "advise", "off")
 _LEVEL_NUMBERS = {"warning": 1.0, "critical": 2.0}
 
 
@@ -291,7 +292,7 @@ class Guard:
             agree_every: Optimizer steps after which the ranks agree on whether to save.
             on_alarm: Called with each alarm, in the monitoring thread.
         """
-        check_choice("tune", tune, _TUNE_CHOICES)
+        check_arguments(Guard.__init__, locals())
         self._log_file, self._interval, self._tune, self._on_alarm = log, interval, tune, on_alarm
         self._agree_every = max(1, agree_every)
         self._schedule = CheckpointSchedule(horizon)

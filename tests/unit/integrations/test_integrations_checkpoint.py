@@ -90,3 +90,11 @@ def test_a_file_from_elsewhere_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSource):
         checkpoint.restore(tmp_path / "last.pt")
     assert not (tmp_path / "evil").exists()
+
+
+def test_paths_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("", 3):
+        for function in (checkpoint.save, checkpoint.restore):
+            with pytest.raises(UsageError, match="path"):
+                function(path, step=1)  # type: ignore[arg-type]

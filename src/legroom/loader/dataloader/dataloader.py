@@ -159,10 +159,9 @@ class Loader:
                 fix=(say("pass share='name', or move the batches yourself: pin_memory=True and non_blocking=True"),),
             )
         self._sharing = None if share is None else Sharing(self, share, on_slow)
-        if share is not None and isinstance(vars(self)["collate_fn"], SlotCollate):
-            vars(self)["collate_fn"].share = share, on_slow
         if self._sharing is not None:
             self.transport, self.why = "shared", say("the trainers of the group {name!r} share workers", name=share)
+            self._select_transport()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "memory_budget":
@@ -174,7 +173,13 @@ class Loader:
     def _select_transport(self, new_budget: bool = False) -> None:
         """Set the transport and its collate function. A wrapped function keeps its budget unless ``new_budget``."""
         loader: Any = self
-        if loader.num_workers == 0:
+        if self._sharing is not None:
+            collate = wrap_collate(loader.collate_fn, self.memory_budget)
+            if isinstance(collate, SlotCollate):
+                names = "share", "on_slow", "device", "memory_budget"
+                collate.share = {name: getattr(self, name) for name in names}
+            super().__setattr__("collate_fn", collate)
+        elif loader.num_workers == 0:
             self.transport, self.why = "none", say("num_workers=0: this process makes the batches")
         elif (reason := arena_unavailable()) is not None:
             self._use_torch_transport(reason)

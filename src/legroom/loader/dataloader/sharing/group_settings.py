@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import ShareMismatch
+from legroom.errors import ShareMismatch, ShareUnsupported
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
     Orders,
@@ -37,7 +37,7 @@ from legroom.messages import say
 from legroom.version import VERSION
 
 _SAMPLE_SEED, _SAMPLES = 7, 3
-_CHILD_S = 60.0  # for three samples
+_CHILD_S = 180.0  # for three samples, of which the first may open files of a slow disk
 
 
 def group_key(name: str, sampler: Any, *, stream: bool = False) -> str:
@@ -113,11 +113,19 @@ def samples_digest(dataset: Any) -> str:
 
 
 def _in_child(function: Callable[[], str]) -> str:
-    """The result of a function in a forked child, as a worker is: files that the dataset opens are not open here."""
+    """The result of a function in a forked child, as a worker is: files that the dataset opens are not open here.
+
+    Where there is no child, or it has crashed, the function runs here.
+    """
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in programs with threads: workers are forked too
-        pid = os.fork()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: workers are forked too
+            pid = os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        return function()
     if pid == 0:
         try:
             os.write(writer, function().encode())
@@ -127,7 +135,14 @@ def _in_child(function: Callable[[], str]) -> str:
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     try:
-        found = os.read(reader, 1 << 10).decode() if poll.poll(_CHILD_S * 1000) else ""
+        if not poll.poll(_CHILD_S * 1000):  # it would not end here either
+            raise ShareUnsupported(
+                say("batches cannot be shared: the dataset has not returned a sample"),
+                why=say("trainers of a group compare {count} samples. A forked process did not load them in "
+                        "{seconds:.0f} s", count=_SAMPLES, seconds=_CHILD_S),
+                fix=(say("without share=, timeout=60 shows where a worker waits"),),
+            )  # fmt: skip
+        found = os.read(reader, 1 << 10).decode()
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)  # it has ended, or hangs
