@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
+from legroom.leak.autograd_graphs import GraphReach
 from legroom.leak.containers_held_by_variables import Holder, Holding, Key, Walk, newest_items, running_frames
 from legroom.leak.creation_sites import Tracing, creations, creations_in_window, live_tensors
 from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset
@@ -68,7 +68,7 @@ class Recorder:
         self.directory = directory
         self.share = share  # of the time: for samples, and again for windows of tracemalloc
         self.steps = 0
-        self.torch = TorchSteps(self._count_torch)
+        self.torch = TorchSteps(self._count)
         self._tracing = Tracing()
         self._shm = ShmFiles()
         self._lock = threading.Lock()
@@ -162,10 +162,7 @@ class Recorder:
 
     # Steps
 
-    def _count_torch(self, source: str) -> None:
-        self._count(source, 1)
-
-    def _count(self, source: str, count: int) -> None:
+    def _count(self, source: str, count: int = 1) -> None:
         if not self.running:
             return
         if source != self._source:
@@ -186,7 +183,8 @@ class Recorder:
         if self._window_from is not None:
             self._advance_window()
         else:
-            self._step_time = _smoothed(self._step_time, (now - self._last_step_at) / count)
+            took = (now - self._last_step_at) / count
+            self._step_time = took if self._step_time is None else self._step_time + 0.1 * (took - self._step_time)
         if now >= self._due and self._window_from is None:  # a walk under tracemalloc takes thirty times as long
             self._sample_safely()
             now = time.monotonic()
@@ -357,11 +355,12 @@ class Recorder:
             size = size_per_item(items)
             if not size.complete and len(items) > _FEWEST_MEASURED:
                 size = size_per_item(items[-_FEWEST_MEASURED:])
-            graph = tensor_with_graph(items[-1])
-            name = _type_name(items[-1], pair=holding.unit == "items" and isinstance(holding.thing, dict))
+            newest = items[-1]
+            if holding.unit == "items" and isinstance(holding.thing, dict):
+                newest = newest[1]  # of a key and its value
             self._writer.write(
-                "item", number=number, pools=size.pools, type=name, graphs=size.graphs,
-                tensors=size.tensors, saved=None if graph is None else saved_bytes(graph),
+                "item", number=number, pools=size.pools, type=type(newest).__name__, graphs=size.graphs,
+                tensors=size.tensors,
             )  # fmt: skip
             if self._tracing.scripts_own and holding.unit == "items":
                 made = creations(items[-_FEWEST_MEASURED:], pairs=isinstance(holding.thing, dict))
@@ -464,10 +463,7 @@ class Recorder:
         self._windows += 1
         self._after_window = self._samples + _SAMPLES_BETWEEN, self.steps + _STEPS_BETWEEN * steps
         if not aborted:
-            self._writer.write(
-                "window", steps=steps, seconds=round(seconds, 3), tensors=tensors,
-                sites=[(*one.line, one.blocks, one.size, one.later_blocks, one.later_size) for one in sites],
-            )  # fmt: skip
+            self._writer.write("window", steps=steps, seconds=round(seconds, 3), tensors=tensors, sites=sites)
         usual = (self._step_time or 0.0) * steps
         self._window_cost += max(0.0, seconds - usual) + time.monotonic() - started
 
@@ -542,7 +538,7 @@ class Recorder:
 
     def after_fork_in_child(self) -> None:
         """Record this process too, in a file of its own."""
-        self._writer.abandon()
+        self._writer.close()  # the file belongs to the parent
         self._lock = threading.Lock()
         self._shm.forget()
         self._reset()
@@ -569,15 +565,6 @@ def _follow_forks(recorder: Recorder) -> None:
         after_in_parent=lambda: call("after_fork_in_parent"),
         after_in_child=lambda: call("after_fork_in_child"),
     )
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else before + 0.1 * (now - before)
-
-
-def _type_name(thing: Any, *, pair: bool) -> str:
-    """The type of an item: of a key and its value, that of the value."""
-    return type(thing[1] if pair else thing).__name__
 
 
 _recorder: Recorder | None = None
