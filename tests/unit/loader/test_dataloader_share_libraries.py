@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import share_data
 
+from legroom.errors import UsageError
 from legroom.integrations.guard import apply_settings
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.group_settings import group_key
@@ -122,6 +123,12 @@ def test_a_guard_does_not_change_the_workers_of_a_group() -> None:
     assert (one.transport, one.why) == ("shared", why)
     kept = one.collate_fn
     assert kept.fn is list and kept.share == {"share": "fit", "on_slow": "own", "device": None, "memory_budget": "32MB"}
+
+
+@pytest.mark.parametrize("state", [None, {}, {"version": "share-1"}, 3])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(UsageError, match=r"not the state of a legroom\.DataLoader with share="):
+        loader().load_state_dict(state)
 
 
 def test_the_trainer_of_hugging_face_shares(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ class Loader:
         yielded, beyond = int(state["yielded"]), list(state["beyond"])
         generators = dict(state["generators"]) if state["begun"] else resume.generator_states(self)
         progress = self._new_progress(
-            generators, state["seeded"], yielded, beyond=beyond, turn=state["turn"],
+            generators, state["seeded"], yielded, beyond=set(beyond), turn=state["turn"],
             workers={
                 worker: WorkerState(pickle.dumps(one["state"]), tuple(one["then"])) for worker, one in saved.items()
             },
@@ -459,18 +459,8 @@ def _temporarily(loader: Any, values: Mapping[str, Any]) -> Iterator[None]:
 def _loader_class() -> type[Any]:
     """This class and torch's in one, made when torch is needed and not before."""
     Torch = require("torch.utils.data", "torch", "legroom.DataLoader").DataLoader  # noqa: N806
-    names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": _DOC, "_torch": Torch}
+    names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": Loader.__doc__, "_torch": Torch}
     return types.new_class("DataLoader", (Loader, Torch[_Batch]), exec_body=lambda body: body.update(names))
-
-
-_DOC = """torch's DataLoader, with batches sent from the workers outside /dev/shm.
-
-Every argument has torch's meaning. ``memory_budget`` (bytes, ``"256MB"`` or ``"auto"``) limits the batches on their way
-from the workers of one epoch. ``share`` names a group of trainers with one set of workers; ``on_slow`` (``"own"`` or
-``"wait"``) is for one that holds the others up; ``device`` returns its batches on a GPU. ``transport``
-is how batches are sent (``arena``, ``torch``, ``shared`` or ``none``), ``why`` is the reason.
-``state_dict`` and ``load_state_dict`` resume in the middle of an epoch.
-"""
 
 
 def __getattr__(name: str) -> Any:

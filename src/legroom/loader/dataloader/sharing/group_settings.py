@@ -214,12 +214,6 @@ def digest(value: Any) -> str:
     return _of(repr(list(leaves(value))).encode())
 
 
-def differing(one: Any, other: Any) -> list[str]:
-    """The paths of the parts in which two values differ."""
-    first, second = dict(leaves(one)), dict(leaves(other))
-    return [path for path in {**first, **second} if first.get(path) != second.get(path)]
-
-
 def describe(function: Any) -> str:
     """A text that is equal for equal functions, in different processes too."""
     if function is None:

@@ -182,18 +182,9 @@ class Sharing:
 
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Begin the next epoch where the state was taken, in the order of its group."""
-        why, fields = None, _FIELDS | (_STREAM_FIELDS if self._stream else set())
-        if state.get("version") != STATE_VERSION:
-            why = say(
-                "its version is {found!r}, supported is {known!r}", found=state.get("version"), known=STATE_VERSION
-            )
-        elif fields - state.keys():
-            why = say("it has no {names}", names=", ".join(sorted(fields - state.keys())))
-        if why is not None:
-            raise UsageError(
-                say("this is not the state of a legroom.DataLoader with share="), why=why,
-                fix=(say("pass what its state_dict() returned"),),
-            )  # fmt: skip
+        fields = _FIELDS | (_STREAM_FIELDS if self._stream else set())
+        what = say("this is not the state of a legroom.DataLoader with share=")
+        state = resume.check_state(state, STATE_VERSION, fields, what)
         if state["begun"] and state["batch_size"] != loader.batch_size:
             raise UsageError(
                 say("cannot resume with batch_size={now}", now=loader.batch_size),
@@ -274,7 +265,7 @@ class SharedEpoch:
         try:
             # Without slots, an iterator of before was deleted meanwhile, and found that the producer has ended.
             if answer is None or self._group.slots is None:
-                batch, pinned = self._made_here(position), self._own.workers_running
+                batch, pinned = self._made_here(position), self._own.workers is not None
             else:
                 batch, pinned = self._received(answer), False
         except StopIteration:  # of an IterableDataset
@@ -302,7 +293,7 @@ class SharedEpoch:
     def _made_here(self, position: Position) -> Any:
         current = self._sharing.is_current(self)
         alone = self._group.alone or not current
-        if self._own.workers_running and self._group.coming:
+        if self._own.workers is not None and self._group.coming:
             self._own.stop()  # a group will make the batches
         return self._own.make(position, alone=alone, expected=self._group.expected and current)
 
