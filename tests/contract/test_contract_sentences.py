@@ -56,7 +56,6 @@ ALLOWED = {
     "loader/measure/dataloader_trial.py: no space left on device": "the system's words",
     "loader/measure/dataloader_trial.py: unable to resize file": "torch's words",
     "cache/cached_arrays_and_tables.py: The given NumPy array": "torch's warning, to be silenced",
-    "loader/dataloader/dataloader.py: torch's DataLoader, with": "the docstring of a class that is made when it is asked for",
     "monitor/tui.py: \nScreen {": "a style sheet",
     "rescue/inject/sitecustomize.py: legroom: ": "said where legroom itself could not be imported",
 }

@@ -75,10 +75,7 @@ def warm(
 
 
 def doctor(nodes: Iterable[str] | None = None) -> tuple[NodeAnswer, ...]:
-    """Diagnose every node: its kind of environment, pools, safe settings and findings as in ``legroom doctor --json``.
-
-    Worst finding first.
-    """
+    """Diagnose every node, worst finding first: pools, settings and findings as in ``legroom doctor --json``."""
     check_arguments(doctor, locals())
     answers = ask("doctor", nodes)
     return tuple(sorted(answers, key=lambda one: (-worst(one), one.address)))

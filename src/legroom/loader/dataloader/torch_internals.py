@@ -30,10 +30,10 @@ def workers_of_failed_start(problem: BaseException) -> list[BaseProcess]:
     Empty if unknown: then torch's error is not explained.
     """
     trace = problem.__traceback__
-    while trace is not None:
+    # Not the frame that has caught it: f_locals would keep the exception there, and with it the workers.
+    while trace is not None and (trace := trace.tb_next) is not None:
         if found := workers(trace.tb_frame.f_locals.get("self")):
             return found
-        trace = trace.tb_next
     return []
 
 
