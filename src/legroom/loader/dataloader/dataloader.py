@@ -24,7 +24,7 @@ from legroom.errors import Unpicklable, UsageError
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
-from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress, WorkerState
+from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress
 from legroom.loader.dataloader.explain_start_failure import (
     explain_argument,
     explain_pickling,
@@ -43,7 +43,7 @@ from legroom.loader.dataloader.explain_worker_crash import (
 from legroom.loader.dataloader.pin_memory import cuda_pinner
 from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
-from legroom.loader.dataloader.sharing.shared_epoch_iterator import ON_SLOW, SharedEpoch, Sharing
+from legroom.loader.dataloader.sharing.shared_epoch_iterator import ON_SLOW, SharedEpoch, Sharing, is_stream
 from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers, workers_of_failed_start
 from legroom.loader.dataloader.worker_shutdown import EndWithProgram, exit_if_importing_main
 from legroom.loader.measure_process_memory import start_method
@@ -252,10 +252,7 @@ class Loader:
 
     @property
     def _iterable(self) -> bool:
-        from torch.utils.data import IterableDataset
-
-        loader: Any = self
-        return isinstance(loader.dataset, IterableDataset)
+        return is_stream(self)
 
     @property
     def _persistent(self) -> bool:
@@ -323,7 +320,10 @@ class Loader:
             explained = self._explain_pickling(problem) or explain_start(problem, method) or group.explain(problem)
             if explained is None:
                 raise
-            raise explained from problem
+            try:
+                raise explained from problem
+            finally:
+                del explained  # else the error, and with it the iterator and its workers, lives until collected
         if admission is not None and batches_ordered(inner) == 0:
             admission.admit()  # no batch will be made for which the others could wait
         if persistent:
@@ -372,9 +372,7 @@ class Loader:
         generators = dict(state["generators"]) if state["begun"] else resume.generator_states(self)
         progress = self._new_progress(
             generators, state["seeded"], yielded, beyond=set(beyond), turn=state["turn"],
-            workers={
-                worker: WorkerState(pickle.dumps(one["state"]), tuple(one["then"])) for worker, one in saved.items()
-            },
+            workers=resume.read_workers(saved),
         )  # fmt: skip
         arguments: dict[str, Any] = {
             "dataset": loader.dataset, "num_workers": loader.num_workers, "collate_fn": loader.collate_fn,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from legroom.errors import BudgetTooSmall
 from legroom.loader.dataloader.admit_workers_by_memory import Admission
@@ -48,14 +48,11 @@ class Placeholder:
 PLACEHOLDER = Placeholder()
 
 
-class WorkerState:
+class WorkerState(NamedTuple):
     """What is known of the dataset in one worker."""
 
-    __slots__ = ("state", "then")
-
-    def __init__(self, state: bytes, then: tuple[str, ...] = ()) -> None:
-        self.state = state  # pickled, after its last batch that was returned
-        self.then = then
+    state: bytes  # pickled, after its last batch that was returned
+    then: tuple[str, ...] = ()
 
     def after_epoch(self, complete: bool) -> WorkerState:
         """The state when the same workers begin another epoch."""

@@ -71,10 +71,18 @@ def state_of(loader: Any, progress: Progress | None, iterable: bool, seeded: boo
             state["workers"] = {0: {"state": state_dict(), "then": then}}
     elif progress is not None and not progress.stateless and (begun or loader.persistent_workers):
         workers = progress.workers if begun else states_after(progress)
-        state["workers"] = {
-            number: {"state": pickle.loads(one.state), "then": list(one.then)} for number, one in workers.items()
-        }
+        state["workers"] = saved_workers(workers)
     return state
+
+
+def saved_workers(workers: Mapping[int, WorkerState]) -> dict[int, dict[str, Any]]:
+    """What is known of each worker, as a part of the loader's state."""
+    return {number: {"state": pickle.loads(one.state), "then": list(one.then)} for number, one in workers.items()}
+
+
+def read_workers(saved: Mapping[Any, Mapping[str, Any]]) -> dict[int, WorkerState]:
+    """The reverse."""
+    return {int(number): WorkerState(pickle.dumps(one["state"]), tuple(one["then"])) for number, one in saved.items()}
 
 
 def dataset_state_dict(dataset: Any) -> Callable[[], Any] | None:

@@ -62,6 +62,16 @@ def _hash(key: tuple[object, ...]) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:24]
 
 
+def index_sampler(loader: Any) -> Any:
+    """What decides the order: the batch sampler, or without automatic batching the sampler."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
+def own_collate(loader: Any) -> Any:
+    """The loader's collate function, without the transport."""
+    return loader.collate_fn.fn if isinstance(loader.collate_fn, SlotCollate) else loader.collate_fn
+
+
 def settings_of(loader: Any, orders: Orders | None, seed: int, fresh: Any = None) -> dict[str, str]:
     """What must be equal, by the name of the argument.
 
@@ -69,8 +79,7 @@ def settings_of(loader: Any, orders: Orders | None, seed: int, fresh: Any = None
     """
     import torch
 
-    collate = loader.collate_fn.fn if isinstance(loader.collate_fn, SlotCollate) else loader.collate_fn
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    sampler = index_sampler(loader)
     inner = getattr(sampler, "sampler", sampler)
     dataset = loader.dataset
     forks = fresh is None and start_method(loader.multiprocessing_context) == "fork"
@@ -82,7 +91,7 @@ def settings_of(loader: Any, orders: Orders | None, seed: int, fresh: Any = None
         "sampler": _type(inner),
         "batch_sampler": _type(sampler),
         "generator": f"seed {seed}",
-        "collate_fn": describe(collate),
+        "collate_fn": describe(own_collate(loader)),
         "worker_init_fn": describe(loader.worker_init_fn),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "samples": _in_child(partial(samples_digest, dataset)) if forks else samples_digest(fresh or dataset),
@@ -229,9 +238,7 @@ def describe(function: Any) -> str:
         return f"{describe(function.__func__)} of {describe(function.__self__)}"
     if isinstance(function, (type, types.BuiltinFunctionType)):
         return f"{function.__module__}.{function.__qualname__}"
-    kind = type(function)
-    state = getattr(function, "__dict__", None)
-    return f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__qualname__} {digest(state)[:12]}"
+    return f"{_type(function)} {digest(getattr(function, '__dict__', None))[:12]}"
 
 
 def _code(function: types.FunctionType) -> str:
@@ -273,7 +280,7 @@ def _array(value: Any) -> str:
 
 def _other(value: Any, depth: int) -> str:
     """An object: an image by its pixels, others by their attributes."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("__mp_main__", "__main__")
+    kind = _type(value)
     if callable(pixels := getattr(value, "tobytes", None)) and hasattr(value, "size"):
         return _of(f"{kind} {getattr(value, 'mode', '')} {value.size}".encode() + pixels())
     if callable(value):

@@ -7,7 +7,6 @@ in this process; if the group does not come back within seconds, it starts worke
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -242,7 +241,7 @@ class OwnStream(_Workers):
         """What is known at a position: nothing, or a state that was taken there."""
         turn, workers = (0, {}) if state is None else state
         return Progress({}, position[1], batch_size=self._size, num_workers=self._num_workers, turn=turn,
-                        workers={number: WorkerState(*one) for number, one in workers.items()})  # fmt: skip
+                        workers=dict(workers))  # fmt: skip
 
     def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
         """The batch at a position; StopIteration at the end of the epoch."""
@@ -265,16 +264,14 @@ class OwnStream(_Workers):
             loader.load_state_dict({
                 "version": resume.VERSION, "begun": True, "yielded": number, "beyond": [], "batch_size": self._size,
                 "num_workers": self._num_workers, "generators": {}, "seeded": False, "lasting": False,
-                "turn": self.progress.turn,
-                "workers": {worker: {"state": pickle.loads(one.state), "then": list(one.then)}
-                            for worker, one in self.progress.workers.items()},
+                "turn": self.progress.turn, "workers": resume.saved_workers(self.progress.workers),
             })  # fmt: skip
         self._inner, self._next = iter(loader), position
 
 
-StreamState = tuple[int, Mapping[int, tuple[bytes, tuple[str, ...]]]]  # whose turn it is; what is known of each worker
+StreamState = tuple[int, Mapping[int, WorkerState]]  # whose turn it is; what is known of each worker
 
 
 def stream_state(progress: Progress) -> StreamState:
     """The state, to be sent to another process."""
-    return progress.turn, {number: (one.state, one.then) for number, one in progress.workers.items()}
+    return progress.turn, dict(progress.workers)
