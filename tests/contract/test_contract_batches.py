@@ -21,7 +21,7 @@ import legroom
 torch = pytest.importorskip("torch")
 from legroom.loader.dataloader.collate import to_send  # noqa: E402
 from legroom.loader.dataloader.memory_slots import SlotPool  # noqa: E402
-from legroom.loader.dataloader.receive import forget_with, receive, sending_workers  # noqa: E402
+from legroom.loader.dataloader.receive import _workers, forget_with, receive  # noqa: E402
 from legroom.loader.dataloader.send import SlotWriter  # noqa: E402
 
 pytestmark = [
@@ -42,7 +42,7 @@ def _no_slots_left() -> Iterator[None]:
     """This process is the worker of some tests here: without a loader its slots would stay mapped for later files."""
     yield
     gc.collect()
-    forget_with(Owner(), sending_workers())
+    forget_with(Owner(), list(_workers))
 
 
 def numbers(*shape: int, dtype: Any = torch.float32) -> Any:

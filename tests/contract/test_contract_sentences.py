@@ -61,7 +61,6 @@ ALLOWED = {
     "loader/measure/dataloader_trial.py: unable to": "torch's words",
     "loader/shared_model_weights.py: no other process has the copy": "for this module alone",
     "cache/cached_arrays_and_tables.py: The given NumPy array": "torch's warning, to be silenced",
-    "loader/dataloader/dataloader.py: torch's DataLoader, with": "the docstring of a class that is made when it is asked for",
     "monitor/tui.py: \nScreen {": "a style sheet",
     "rescue/inject/sitecustomize.py: legroom: ": "said where legroom itself could not be imported",
 }

@@ -131,7 +131,7 @@ def forever() -> None:
     loader = legroom.DataLoader(Images(4, 100_000), 4, num_workers=2)
     for number, (rows, _) in enumerate(loader):
         if number == 3:
-            pids = receive.sending_workers()
+            pids = list(receive._workers)
             print(json.dumps({"workers": pids}), flush=True)
         time.sleep(0.01)
         del rows

@@ -12,14 +12,19 @@ holds tensors and plain values only and is loaded as such, so that a file from e
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import random
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UsageError
 from legroom.messages import listed, say
+from legroom.system.argument_checks import check_arguments
 
 VERSION = 1
 _KIND = "legroom_checkpoint"
@@ -34,6 +39,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     """
     import torch
 
+    check_arguments(save, locals())
     states = {name: part.state_dict() for name, part in parts.items() if _has_state(part)}
     values = {name: part for name, part in parts.items() if name not in states}
     target = Path(path)
@@ -43,6 +49,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
             torch.save({_KIND: VERSION, "states": states, "values": values, "random": _random_states()}, file)
             file.flush()
             os.fsync(file.fileno())
+        _require_loadable(scratch, {**states, **values})
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
@@ -58,6 +65,7 @@ def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None
     """
     import torch
 
+    check_arguments(restore, locals())
     target = Path(path)
     if not target.exists():
         return None
@@ -66,8 +74,8 @@ def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None
     except Exception as problem:  # zip, pickle and torch raise different exceptions
         raise UnreadableSource(
             say("cannot load the checkpoint {path}", path=target),
-            why=str(problem).partition("\n")[0],
-            fix=(say("remove it to start from scratch"),),
+            why=_why_refused(problem),
+            fix=(say("restore an earlier checkpoint, or remove this one to start from scratch"),),
         ) from problem
     if not isinstance(kept, dict) or kept.get(_KIND) != VERSION:
         raise UsageError(
@@ -87,6 +95,45 @@ def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None
     _restore_random_states(kept["random"])
     values: dict[str, Any] = kept["values"]
     return values
+
+
+def _require_loadable(path: Path, parts: Mapping[str, Any]) -> None:
+    """UsageError if `restore` would refuse what was written. The tensors are mapped, not read."""
+    problem = _refusal(path, mmap=True)
+    if problem is None:
+        return
+    refused = [name for name, part in parts.items() if _refusal(_written(part)) is not None]
+    raise UsageError(
+        say("this checkpoint could not be restored: {names}", names=listed(refused or sorted(parts))),
+        why=problem,
+        fix=(say("pass tensors and plain values: for example float(x), x.tolist(), str(path)"),),
+    )
+
+
+def _written(part: Any) -> io.BytesIO:
+    import torch
+
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    return file
+
+
+def _refusal(file: Path | io.BytesIO, *, mmap: bool = False) -> str | None:
+    """Why torch does not load it without running code, or None."""
+    import torch
+
+    try:
+        torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as problem:
+        return _why_refused(problem)
+    return None
+
+
+def _why_refused(problem: Exception) -> str:
+    """The type that torch refuses, which its message names after a paragraph of advice."""
+    name = re.search(r"GLOBAL ([\w.]+)", str(problem))
+    return say("{kind} is not a plain value", kind=name[1]) if name else str(problem).partition("\n")[0]
 
 
 def _has_state(part: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from legroom.advice.zero_and_deepspeed import Precision, Shape, ZeroRow, deepspeed_config, zero_rows
 from legroom.records.settings_and_overrides import Settings
+from legroom.system.argument_checks import check_arguments
 
 
 def config(
@@ -23,6 +24,7 @@ def config(
         offload: Keep the optimizer's state in host memory (with stage 3 also the parameters).
         precision: ``"bf16"``, ``"fp16"`` or ``"no"``.
     """
+    check_arguments(config, locals())
     return deepspeed_config(settings, stage=stage, offload=offload, precision=precision)
 
 
@@ -34,6 +36,7 @@ def savings(model: Any, *, ranks: int, nodes: int = 1) -> tuple[ZeroRow, ...]:
         ranks: Processes that train together, one per GPU.
         nodes: Machines they run on.
     """
+    check_arguments(savings, locals())
     return zero_rows(shape_of(model, ranks=ranks, nodes=nodes))
 
 

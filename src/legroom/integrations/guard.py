@@ -34,7 +34,7 @@ from legroom.records.finding_and_alarm import Alarm
 from legroom.records.loader_settings_and_flags import LoaderKind
 from legroom.records.machine import Pool
 from legroom.records.settings_and_overrides import Settings
-from legroom.system.argument_checks import check_choice
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
@@ -104,7 +104,7 @@ def keep_share(prepared: Any) -> None:
         base.dataset, **what, num_workers=base.num_workers, collate_fn=base.collate_fn, pin_memory=base.pin_memory,
         timeout=base.timeout, worker_init_fn=base.worker_init_fn, generator=base.generator,
         multiprocessing_context=base.multiprocessing_context, prefetch_factor=base.prefetch_factor,
-        persistent_workers=base.persistent_workers, share=share[0], on_slow=share[1],
+        persistent_workers=base.persistent_workers, **share,
     )  # fmt: skip
 
 
@@ -154,6 +154,8 @@ def apply_settings(loader: Any, settings: Settings) -> list[str]:
     if settings.num_workers and getattr(loader, "transport", None) == "none":
         # Created without workers, it has no transport of its own: batches of workers would go through /dev/shm.
         return [say("loader not changed: a legroom.DataLoader created without workers cannot get any later")]
+    if getattr(loader, "share", None) is not None:
+        return [say("loader not changed: the trainers of its group share one set of workers")]
     changed = [
         say("{name}: {old} → {new}", name=name, old=getattr(loader, name), new=value) for name, value in changes.items()
     ]
@@ -173,49 +175,26 @@ _SETTINGS_SHOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TorchMemory:
-    """GPU memory that torch holds for this process on one device."""
-
-    device: str
-    allocated: int
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySnapshot:
-    """Memory at one moment of a training run."""
-
-    moment: str
-    ram: Pool
-    swap: Pool
-    gpus: tuple[Pool, ...] = ()  # of all processes
-    torch: tuple[TorchMemory, ...] = ()  # of this process
-
-
-def memory_snapshot(moment: str, host: Host | None = None, torch: Any = None) -> MemorySnapshot:
-    """Memory now, under that name. Does not initialize CUDA."""
+def memory_snapshot(moment: str, host: Host | None = None, torch: Any = None) -> list[str]:
+    """Memory now, under that name, as lines of the log. Does not initialize CUDA."""
     host = host or Host()
     counters = read_swap_counters(host)
     ram = memory(host)
-    return MemorySnapshot(
-        moment, ram_pool(ram), swap_pool(swap(host, ram, counters)), gpu_pools(gpus(host)), _torch_memory(torch)
-    )
+    held = held_by_torch(torch or sys.modules.get("torch"))
+    return memory_lines(moment, ram_pool(ram), swap_pool(swap(host, ram, counters)), gpu_pools(gpus(host)), held)
 
 
-def _torch_memory(torch: Any) -> tuple[TorchMemory, ...]:
-    torch = torch or sys.modules.get("torch")
+def held_by_torch(torch: Any) -> list[tuple[str, int, int]]:
+    """Device, and bytes that are allocated and reserved for this process."""
     if torch is None or not torch.cuda.is_initialized():
-        return ()
+        return []
     cuda = torch.cuda
-    return tuple(
-        TorchMemory(f"cuda:{index}", cuda.memory_allocated(index), cuda.memory_reserved(index))
-        for index in range(cuda.device_count())
-    )
+    numbers = range(cuda.device_count())
+    return [(f"cuda:{number}", cuda.memory_allocated(number), cuda.memory_reserved(number)) for number in numbers]
 
 
 def epoch_lines(
-    epoch: int, settings: Settings | None, snapshots: Sequence[MemorySnapshot], notes: Sequence[str] = ()
+    epoch: int, settings: Settings | None, snapshots: Sequence[Sequence[str]], notes: Sequence[str] = ()
 ) -> str:
     """The log message of one epoch: active settings and memory."""
     lines = [f"epoch {epoch}"]
@@ -226,26 +205,24 @@ def epoch_lines(
         lines.append(say("  effective batch: {count}", count=settings.effective_batch))
     lines += [f"  {note}" for note in notes]
     for one in snapshots:
-        lines += _snapshot_lines(one)
+        lines += one
     return "\n".join(lines)
 
 
-def _snapshot_lines(snapshot: MemorySnapshot) -> list[str]:
+def memory_lines(
+    moment: str, ram: Pool, swap: Pool, gpus: Sequence[Pool] = (), held: Sequence[tuple[str, int, int]] = ()
+) -> list[str]:
+    """Memory at one moment of a training run; ``gpus``: of all processes, ``held``: by torch for this one."""
     return [
-        say(
-            "  memory {moment}: {ram}; swap {swap}",
-            moment=snapshot.moment,
-            ram=_pool_usage(snapshot.ram),
-            swap=_pool_usage(snapshot.swap),
-        ),
+        say("  memory {moment}: {ram}; swap {swap}", moment=moment, ram=_pool_usage(ram), swap=_pool_usage(swap)),
         *(
             say(
                 "    {device}: {allocated} allocated, {reserved} reserved by this process",
-                device=held.device, allocated=format_size(held.allocated), reserved=format_size(held.reserved),
+                device=device, allocated=format_size(allocated), reserved=format_size(reserved),
             )
-            for held in snapshot.torch
+            for device, allocated, reserved in held
         ),
-        *(say("    {name}: {used}", name=gpu.name, used=_pool_usage(gpu)) for gpu in snapshot.gpus),
+        *(say("    {name}: {used}", name=gpu.name, used=_pool_usage(gpu)) for gpu in gpus),
     ]  # fmt: skip
 
 
@@ -263,7 +240,6 @@ def _pool_usage(pool: Pool) -> str:
 
 
 Tune = Literal["apply", "advise", "off"]
-_TUNE_CHOICES = ("apply", "advise", "off")
 _LEVEL_NUMBERS = {"warning": 1.0, "critical": 2.0}
 
 
@@ -291,12 +267,12 @@ class Guard:
             agree_every: Optimizer steps after which the ranks agree on whether to save.
             on_alarm: Called with each alarm, in the monitoring thread.
         """
-        check_choice("tune", tune, _TUNE_CHOICES)
+        check_arguments(Guard.__init__, locals())
         self._log_file, self._interval, self._tune, self._on_alarm = log, interval, tune, on_alarm
         self._agree_every = max(1, agree_every)
         self._schedule = CheckpointSchedule(horizon)
         self._alarms: deque[Alarm] = deque(maxlen=256)
-        self._snapshots: list[MemorySnapshot] = []
+        self._snapshots: list[list[str]] = []
         self._pending: tuple[int, list[str]] | None = None  # the epoch that is not logged yet, and its notes
         self._steps = 0
         self._ranks = RankConsensus()
@@ -403,7 +379,7 @@ class Guard:
         self.logger.warning("%s", say("checkpoint requested: {why}", why=why))
         return why
 
-    def _log_epoch(self, last: MemorySnapshot | None = None) -> None:
+    def _log_epoch(self, last: list[str] | None = None) -> None:
         """Log the epoch that has begun, unless that is done."""
         if self._pending is None:
             return

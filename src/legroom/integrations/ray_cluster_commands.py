@@ -28,6 +28,7 @@ from legroom.integrations.ray_node import NodeLoader, answer_here, error_of, loa
 from legroom.messages import say
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from legroom.remote.remote_object import ObjectUrl, redacted, without_credentials
+from legroom.system.argument_checks import check_arguments
 from legroom.system.lazy_and_optional_imports import require
 
 _CALLS = 24  # methods of a node that may run at the same time
@@ -57,6 +58,7 @@ def warm(
         revalidate: Ask the storage service whether an object has changed, however recently that was done.
         told: Called with (address, source, done, total) while bytes arrive.
     """
+    check_arguments(warm, locals())
     ray = _connected()
     given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     selected = Selection(keys).keys
@@ -73,13 +75,15 @@ def warm(
 
 
 def doctor(nodes: Iterable[str] | None = None) -> tuple[NodeAnswer, ...]:
-    """Diagnose every node: what ``legroom doctor --json`` prints there, worst finding first."""
+    """Diagnose every node, worst finding first: pools, settings and findings as in ``legroom doctor --json``."""
+    check_arguments(doctor, locals())
     answers = ask("doctor", nodes)
     return tuple(sorted(answers, key=lambda one: (-worst(one), one.address)))
 
 
 def entries(what: str | Sequence[str] | None = None, nodes: Iterable[str] | None = None) -> tuple[NodeAnswer, ...]:
-    """The cache entries on every node: what ``legroom cache list --json`` prints there."""
+    """The cache entries on every node, with stores and findings as in ``legroom cache list --json``."""
+    check_arguments(entries, locals())
     return ask("entries", nodes, {"what": what})
 
 
@@ -87,6 +91,7 @@ def drop(
     what: str | Sequence[str] | None = None, nodes: Iterable[str] | None = None, *, force: bool = False
 ) -> tuple[NodeAnswer, ...]:
     """Remove the entries of sources or keys, or all (None), on every node."""
+    check_arguments(drop, locals())
     return ask("drop", nodes, {"what": what, "force": force})
 
 
@@ -107,15 +112,20 @@ def ask(
     task = ray.remote(answer_here)
     refs = {_on(ray, task, node).remote(command, arguments or {}): node for node in members}
     found = []
-    for ref, node in refs.items():
-        try:
-            answer = ray.get(ref)
-        except Exception as problem:
-            answer = {"error": error_of(problem)}
+    for node, answer, _ in _answers(ray, refs):
         error = answer.pop("error", None)
         state = "ok" if error is None else "failed"
         found.append(NodeAnswer(node.ident, node.address, state, answer, _node_error(error)))  # type: ignore[arg-type]
     return tuple(sorted(found, key=lambda one: one.address))
+
+
+def _answers(ray: Any, refs: Mapping[Any, LoadingNode]) -> Iterator[tuple[LoadingNode, dict[str, Any], bool]]:
+    """What the call of each node returned, or its error, and whether it returned."""
+    for ref, node in refs.items():
+        try:
+            yield node, ray.get(ref), True
+        except Exception as problem:
+            yield node, {"error": error_of(problem)}, False
 
 
 @contextmanager
@@ -185,13 +195,10 @@ def _warm_alone(
 ) -> list[NodeLoad]:
     begun = time.monotonic()
     task = ray.remote(load_here)
-    refs = [(_on(ray, task, node, max_retries=0).remote(path, keys, backing, revalidate), node) for node in members]
+    refs = {_on(ray, task, node, max_retries=0).remote(path, keys, backing, revalidate): node for node in members}
     found = []
-    for ref, node in refs:
-        try:
-            node.result = ray.get(ref)
-        except Exception as problem:
-            node.result = {"error": error_of(problem)}
+    for node, answer, _ in _answers(ray, refs):
+        node.result = answer
         found.append(_load_record(node, without_credentials(path), time.monotonic() - begun))
     return found
 
@@ -211,13 +218,8 @@ def _warm_together(
         made = _on(ray, actor, node, max_concurrency=_CALLS, max_restarts=0)
         node.actor = made.remote(url.url, backing, revalidate, key)
     starts = {node.actor.begin.remote(): node for node in members}
-    for ref, node in starts.items():
-        try:
-            answer = ray.get(ref)
-        except Exception as problem:
-            node.alive, node.result = False, {"error": error_of(problem)}
-            continue
-        if answer["state"] == "waits":
+    for node, answer, node.alive in _answers(ray, starts):
+        if node.alive and answer["state"] == "waits":
             node.size, node.stamp = answer["size"], answer["stamp"]
             node.missing = set(answer["missing"])
         else:
@@ -232,11 +234,8 @@ def _warm_together(
     else:
         Exchange(ray, [*waiting, *holders], arrived).run()
     ends = {node.actor.end.remote(): node for node in waiting if node.alive}
-    for ref, node in ends.items():
-        try:
-            node.result = ray.get(ref)
-        except Exception as problem:
-            node.alive, node.result = False, {"error": error_of(problem)}
+    for node, answer, node.alive in _answers(ray, ends):
+        node.result = answer
     seconds = time.monotonic() - begun
     found = [_load_record(node, str(url), seconds) for node in members]
     for node in members:
@@ -249,12 +248,8 @@ def _holders(ray: Any, members: Sequence[LoadingNode], waiting: Sequence[Loading
     """The nodes that have the entry already and can pass on the object's bytes. They read nothing from its source."""
     refs = {node.actor.offer.remote(): node for node in members if node.alive and "key" in node.result}
     found = []
-    for ref, node in refs.items():
-        try:
-            offer = ray.get(ref)
-        except Exception:  # it has the entry: whether it can help is another matter
-            continue
-        if offer is not None and (offer["stamp"], offer["size"]) == (waiting[0].stamp, waiting[0].size):
+    for node, offer, answered in _answers(ray, refs):  # it has the entry: whether it can help is another matter
+        if answered and offer is not None and (offer["stamp"], offer["size"]) == (waiting[0].stamp, waiting[0].size):
             node.size, node.stamp = offer["size"], offer["stamp"]
             found.append(node)
     return found

@@ -108,7 +108,7 @@ class Exchange:
                     elif ref in self._receives:
                         self._received(ref)
             except _GivenUp as end:
-                error = _error_of(end.problem)
+                error = error_of(end.problem)
                 for node in self._nodes:
                     if node.alive:
                         node.actor.abandon.remote(error["code"], error["message"])
@@ -193,7 +193,7 @@ class Exchange:
             if times < _TRIES:  # the reader died with its copy, or the group was damaged on the way
                 self._again(group)
                 return
-            error = _error_of(problem)
+            error = error_of(problem)
             node.actor.abandon.remote(error["code"], error["message"])
             self._lost(node, error)
             return
@@ -253,11 +253,6 @@ class Exchange:
                 self._received_or_lost(receiver, group)
                 if receiver.alive:
                     self._again(group)
-
-
-def _error_of(problem: Exception) -> dict[str, Any]:
-    """The error of a call, as the node that ran it raised it."""
-    return error_of(getattr(problem, "cause", None) or problem)
 
 
 class _GivenUp(Exception):

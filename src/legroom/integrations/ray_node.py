@@ -27,7 +27,6 @@ from legroom.messages import say
 from legroom.remote.remote_object import object_url, redacted
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
-from legroom.version import VERSION
 
 
 def load_here(path: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool) -> dict[str, Any]:
@@ -102,7 +101,9 @@ _ANSWERS: Mapping[str, Callable[..., dict[str, Any]]] = {"doctor": _doctor, "ent
 
 
 def error_of(problem: BaseException) -> dict[str, Any]:
-    """An error as a plain object, without credentials."""
+    """An error as a plain object, without credentials; that of a call, as the node that ran it raised it."""
+    cause = getattr(problem, "cause", None)  # within Ray's error, whose text is a traceback
+    problem = cause if isinstance(cause, BaseException) else problem
     if isinstance(problem, LegroomError):
         return problem.as_dict()
     if isinstance(problem, ModuleNotFoundError) and "legroom" in str(problem):
@@ -143,15 +144,9 @@ class NodeLoader:
         while not self._ready.wait(0.05) and not self._ended.is_set():
             pass
         if self._download is None:
-            return {"version": VERSION, "state": "ended", **self._result}
+            return {"state": "ended", **self._result}
         missing = self._download.missing()
-        return {
-            "version": VERSION,
-            "state": "waits",
-            "stamp": str(self._download.stamp),
-            "size": self._download.size,
-            "missing": missing,
-        }
+        return {"state": "waits", "stamp": str(self._download.stamp), "size": self._download.size, "missing": missing}
 
     def _open(self) -> None:
         def begun(download: Download) -> None:

@@ -38,17 +38,6 @@ _BEFORE_OBJECT = (
 _OURS = __file__.rpartition("/")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class WindowSite:
-    """What one line made in a window that is alive at its end, and how much of it came after the middle."""
-
-    line: CodeLine
-    blocks: int
-    size: int
-    later_blocks: int
-    later_size: int
-
-
 @dataclass
 class Tracing:
     """Windows of tracemalloc beside a script that may use it too."""
@@ -100,11 +89,14 @@ class Tracing:
         if self.open:
             self._middle = _live()
 
-    def end(self) -> list[WindowSite]:
-        """Sites that have more alive than in the middle, the largest first; call `close` after it."""
+    def end(self) -> list[tuple[str, int, int, int, int, int]]:
+        """What lines made that is alive, of those that have more alive than in the middle; call `close` after it.
+
+        File, line, blocks and bytes, and how many of both came after the middle; the most bytes of those first.
+        """
         if not self.open:
             return []
-        sites: dict[CodeLine, list[int]] = {}
+        sites: dict[CodeLine, tuple[int, int, int, int]] = {}
         for traceback, (size, count) in _live().items():
             frames = [(frame.filename, frame.lineno) for frame in reversed(traceback)]
             if any(file.startswith(_OURS) for file, _ in frames):
@@ -113,11 +105,11 @@ class Tracing:
             if line is None:
                 continue
             before_size, before_count = self._middle.get(traceback, (0, 0))
-            numbers = sites.setdefault(line, [0, 0, 0, 0])
-            for at, value in enumerate((count, size, count - before_count, size - before_size)):
-                numbers[at] += value
-        found = [WindowSite(line, *numbers) for line, numbers in sites.items() if numbers[2] > 0 and numbers[3] > 0]
-        return sorted(found, key=lambda site: -site.later_size)[:_MOST_SITES]
+            blocks, held, later_blocks, later = sites.get(line, (0, 0, 0, 0))
+            later_blocks, later = later_blocks + count - before_count, later + size - before_size
+            sites[line] = blocks + count, held + size, later_blocks, later
+        found = [(*line, *numbers) for line, numbers in sites.items() if numbers[2] > 0 and numbers[3] > 0]
+        return sorted(found, key=lambda row: -row[-1])[:_MOST_SITES]
 
     def close(self) -> None:
         """Stop tracing."""
@@ -139,21 +131,6 @@ class Origin(NamedTuple):
     through: tuple[CodeLine, ...]
 
 
-@dataclass
-class OriginBytes:
-    """What one line made of the items of a container."""
-
-    pools: dict[str, int] = field(default_factory=dict)
-    graphs: int = 0  # tensors with an autograd graph
-    tensors: int = 0
-
-    def add(self, size: ObjectSize) -> None:
-        for pool, count in size.pools.items():
-            self.pools[pool] = self.pools.get(pool, 0) + count
-        self.graphs += size.graphs
-        self.tensors += size.tensors
-
-
 def origin(thing: object) -> Origin | None:
     """Which line made an object, while tracemalloc traces; None if it had been made before."""
     found = _traceback_of(thing) if _tracemalloc.is_tracing() else None
@@ -163,13 +140,13 @@ def origin(thing: object) -> Origin | None:
     return None if line is None else Origin(line, tuple(one for one in user_lines(found) if one != line))
 
 
-def bytes_by_origin(items: Sequence[Any], *, pairs: bool) -> tuple[dict[Origin, OriginBytes], OriginBytes]:
+def bytes_by_origin(items: Sequence[Any], *, pairs: bool) -> tuple[dict[Origin, ObjectSize], ObjectSize]:
     """Bytes of these items of a container by the line that made them, and of those for which none is known.
 
     ``pairs``: they are keys and values of a dict. What several share counts for the first.
     """
-    found: dict[Origin, OriginBytes] = {}
-    unknown, seen = OriginBytes(), set[int]()
+    found: dict[Origin, ObjectSize] = {}
+    unknown, seen = ObjectSize(), set[int]()
     most = max(_FEWEST_OBJECTS, _MOST_OBJECTS // max(1, len(items)))
     for whole in (part for item in items for part in (reversed(item) if pairs else (item,))):
         around = origin(whole)
@@ -180,7 +157,7 @@ def bytes_by_origin(items: Sequence[Any], *, pairs: bool) -> tuple[dict[Origin, 
             elif around is not None:  # a tuple is made where it is added
                 at = at._replace(through=(*at.through, around.line, *around.through))
             size = size_of([part], most_objects=most, seen=seen)
-            (unknown if at is None else found.setdefault(at, OriginBytes())).add(size)
+            (unknown if at is None else found.setdefault(at, ObjectSize())).include(size)
     return found, unknown
 
 

@@ -56,6 +56,11 @@ class _Series:
         return [(x, value) for x, value in pairs if value is not None]
 
     @property
+    def half(self) -> float:
+        """Steps or seconds of the second half, which is judged."""
+        return (self.xs[-1] - self.xs[0]) / 2
+
+    @property
     def per_second(self) -> float:
         """Steps per second in the second half of the run."""
         if self.per == "second":
@@ -455,8 +460,7 @@ def _unexplained(
         by_line = _by_windows(record.windows, rest, pool, series, grows)
         found += by_line
         rest -= sum(site.rate for site in by_line)
-        span = series.xs[-1] - (series.xs[0] + series.xs[-1]) / 2
-        if rest < max(_NATIVE_SHARE * grows.rate, LEAST_PER_STEP) or rest * span < _LEAST_NATIVE:
+        if rest < max(_NATIVE_SHARE * grows.rate, LEAST_PER_STEP) or rest * series.half < _LEAST_NATIVE:
             continue
         found.append(_nameless(pool, rest, series, pools, grows))
     if pools.malloc_known and not pools.trend("ram").leaks:
@@ -487,19 +491,18 @@ def _by_windows(
             if count >= 0.6 * window.steps and by_pool.get(pool):
                 rates.setdefault((file, line), []).append(by_pool[pool] / window.steps)
                 kinds[(file, line)] = "tensors"
-    span = series.xs[-1] - (series.xs[0] + series.xs[-1]) / 2
     found = []
     for (file, line), seen in rates.items():
         seen.sort()
         rate = seen[len(seen) // 2]
-        if len(seen) < 0.6 * len(usable) or not 0.2 * rest <= rate <= 1.7 * rest or rate * span < _LEAST_GROWTH:
+        if len(seen) < 0.6 * len(usable) or not 0.2 * rest <= rate <= 1.7 * rest or rate * series.half < _LEAST_GROWTH:
             continue
         if not is_user_file(file):
             continue
         found.append(
             GrowingSite(
                 kind=kinds[(file, line)], pool=pool, rate=rate, per=series.per, since=grows.since,
-                growth=int(rate * span), certainty="medium", lines=(), created=SourceLine(file, line),
+                growth=int(rate * series.half), certainty="medium", lines=(), created=SourceLine(file, line),
                 why=(say("what this line made stayed alive in {count} of {all} windows of tracemalloc",
                          count=len(seen), all=len(usable)),),
                 points=tuple((x, (x - series.xs[0]) * rate) for x in series.xs),
@@ -532,9 +535,8 @@ def _nameless(
         why = say("resident memory grows, and no variable was found that keeps it")
     points = pools.mapped() if mapped else pools.points(pool)
     low = points[0][1] if points else 0.0
-    span = series.xs[-1] - (series.xs[0] + series.xs[-1]) / 2
     return GrowingSite(
-        kind=kind, pool=pool, rate=rate, per=series.per, since=grows.since, growth=int(rate * span),
+        kind=kind, pool=pool, rate=rate, per=series.per, since=grows.since, growth=int(rate * series.half),
         certainty="medium" if grows.evenness >= _EVEN and pools.malloc_known else "low", why=(why,),
         points=tuple((x, value - low) for x, value in points),
     )  # fmt: skip

@@ -76,9 +76,7 @@ def trend(points: Points, *, exact: bool = False, least: float = 0.0) -> SeriesT
     if _jumped(judged, steps, values):
         return SeriesTrend("jump")
     if growth <= max(least, 0.0) or growth < _OVER_NOISE * scatter(steps, values, slope):
-        return SeriesTrend(
-            "plateau" if highest > max(least, 0.0) and values[-1] - values[0] > 0.5 * highest else "flat"
-        )
+        return SeriesTrend("plateau" if highest > 0.0 and values[-1] - values[0] > 0.5 * highest else "flat")
     half = len(steps) // 2
     early, late = theil_sen(steps[: half + 1], values[: half + 1]), theil_sen(steps[half:], values[half:])
     end = theil_sen(steps[-3:], values[-3:])

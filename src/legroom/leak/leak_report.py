@@ -112,7 +112,10 @@ def where(site: GrowingSite) -> str:
 
 def place(line: SourceLine) -> str:
     """``train.py:31``, relative to this directory where it is below it."""
-    path = os.path.relpath(line.file) if os.path.isabs(line.file) else line.file
+    try:
+        path = os.path.relpath(line.file) if os.path.isabs(line.file) else line.file
+    except (OSError, ValueError):  # this directory was removed, or is on another drive
+        path = line.file
     return f"{line.file if path.startswith('..') else path}:{line.line}"
 
 

@@ -41,14 +41,29 @@ class FillLine:
     entry: str | None = None  # log["loss"].append(x) fills this entry
 
 
+@lru_cache(maxsize=2)  # a tree takes a hundred times the memory of its source, and what is read from it is kept
+def _nodes(source: str) -> tuple[tuple[ast.AST, str], ...]:
+    """Every node of a source, with the function around it; empty if it cannot be parsed."""
+    try:
+        return tuple(_nodes_in(ast.parse(source), ""))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+
+
+def _nodes_in(node: ast.AST, function: str) -> Iterator[tuple[ast.AST, str]]:
+    for child in ast.iter_child_nodes(node):
+        yield child, function
+        yield from _nodes_in(child, _inside(child, function))
+
+
 @lru_cache(maxsize=64)
 def fill_lines(source: str) -> tuple[FillLine, ...]:
     """Every line of a source that fills something; empty if it cannot be parsed."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()
-    return tuple(_in_body(tree, ""))
+    return tuple(
+        replace(one, last=getattr(node, "end_lineno", None) or one.line, uses=_added_words(node))
+        for node, function in _nodes(source)
+        for one in _of_statement(node, function)
+    )
 
 
 def lines_for(
@@ -116,30 +131,19 @@ class _Flow:
 
 @lru_cache(maxsize=64)
 def _flows(source: str) -> tuple[_Flow, ...]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()
     parameters: dict[str, list[tuple[str, frozenset[str]]]] = {}
-    for name, function, words in _parameters(tree, ""):
-        parameters.setdefault(name, []).append((function, words))
-    return tuple(_flows_in(tree, "", parameters))
-
-
-def _parameters(node: ast.AST, function: str) -> Iterator[tuple[str, str, frozenset[str]]]:
-    for child in ast.iter_child_nodes(node):
-        inside = _inside(child, function)
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            given = child.args
+    for node, function in _nodes(source):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = node.args
             words = frozenset(one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs))
-            yield child.name, inside, words - {"self", "cls"}
-        yield from _parameters(child, inside)
+            parameters.setdefault(node.name, []).append((_inside(node, function), words - {"self", "cls"}))
+    return tuple(_flows_of(_nodes(source), parameters))
 
 
-def _flows_in(
-    node: ast.AST, function: str, parameters: Mapping[str, Sequence[tuple[str, frozenset[str]]]]
+def _flows_of(
+    nodes: Sequence[tuple[ast.AST, str]], parameters: Mapping[str, Sequence[tuple[str, frozenset[str]]]]
 ) -> Iterator[_Flow]:
-    for child in ast.iter_child_nodes(node):
+    for child, function in nodes:
         targets: Sequence[ast.expr] = ()
         value: ast.expr | None = None
         last: int = getattr(child, "end_lineno", None) or 0
@@ -155,7 +159,6 @@ def _flows_in(
         words = frozenset(one.id for one in _flat(targets) if isinstance(one, ast.Name))
         if words and value is not None:
             yield _Flow(words, function, frozenset(_words(value)), function, value.lineno, last)
-        yield from _flows_in(child, _inside(child, function), parameters)
 
 
 def _inside(node: ast.AST, function: str) -> str:
@@ -191,20 +194,13 @@ class _Alias:
 
 @lru_cache(maxsize=64)
 def _aliases(source: str) -> tuple[_Alias, ...]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()
-    return tuple(_aliases_in(tree, ""))
-
-
-def _aliases_in(node: ast.AST, function: str) -> Iterator[_Alias]:
-    for child in ast.iter_child_nodes(node):
-        target = child.targets[0] if isinstance(child, ast.Assign) and len(child.targets) == 1 else None
-        whole = _part_of(child.value) if isinstance(child, ast.Assign) else None
+    found = []
+    for node, function in _nodes(source):
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        whole = _part_of(node.value) if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Name) and whole is not None:
-            yield _Alias(target.id, whole, target.lineno, function)
-        yield from _aliases_in(child, _inside(child, function))
+            found.append(_Alias(target.id, whole, target.lineno, function))
+    return tuple(found)
 
 
 def _part_of(value: ast.expr) -> str | None:
@@ -230,12 +226,8 @@ _READING = frozenset({
 
 def passing_lines(source: str, word: str) -> list[int]:
     """Lines that pass ``word`` to another function, which may fill it under another name."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
     found = set()
-    for node in ast.walk(tree):
+    for node, _ in _nodes(source):
         if isinstance(node, ast.Call) and any(_last_word(part) == word for part in node.args):
             name = _last_word(node.func)
             if name is not None and name not in _READING:
@@ -247,15 +239,6 @@ def _last_word(node: ast.expr) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else None
-
-
-def _in_body(node: ast.AST, function: str) -> Iterator[FillLine]:
-    for child in ast.iter_child_nodes(node):
-        yield from (
-            replace(one, last=getattr(child, "end_lineno", None) or one.line, uses=_added_words(child))
-            for one in _of_statement(child, function)
-        )
-        yield from _in_body(child, _inside(child, function))
 
 
 def _added_words(node: ast.AST) -> frozenset[str]:

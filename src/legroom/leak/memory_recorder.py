@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
+from legroom.leak.autograd_graphs import GraphReach
 from legroom.leak.containers_held_by_variables import Holder, Holding, Key, Walk, newest_items, running_frames
 from legroom.leak.creation_sites import Tracing, creations, creations_in_window, live_tensors
 from legroom.leak.dataset_pages_copied_by_workers import CopiedDataset
@@ -68,37 +68,39 @@ class Recorder:
         self.directory = directory
         self.share = share  # of the time: for samples, and again for windows of tracemalloc
         self.steps = 0
-        self.torch = TorchSteps(self._count_torch)
+        self.torch = TorchSteps(self._count)
         self._tracing = Tracing()
         self._shm = ShmFiles()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.running = False
-        self._forks = False
+        self._started = self._forks = False
         self._reset()
 
     def start(self) -> None:
         """Begin."""
-        self.running = True
+        self.running = self._started = True
         self._tracing.install()
         self._shm.listen()
         step_callbacks.listen(self._count)
         self.torch.install()
+        atexit.register(self.stop)
         if not self._forks:
             self._forks = True
-            atexit.register(self.stop)
             _follow_forks(self)
         self._start_thread()
 
     def stop(self) -> None:
-        """Take a last sample, and end."""
-        if not self.running:
+        """Take a last sample, and end; after an error, remove what remained in place."""
+        if not self._started:
             return
-        if self._source is None or self.steps > self._sampled_step:
+        if self.running and (self._source is None or self.steps > self._sampled_step):
             self._sample_safely(last=True)
-        self.running = False
+        self.running = self._started = False
+        atexit.unregister(self.stop)  # which would keep this object, and all that it holds
         self._stop_thread()
+        self._forget_window()
         self._tracing.remove()
         self._shm.stop()
         step_callbacks.stop_listening(self._count)
@@ -160,10 +162,7 @@ class Recorder:
 
     # Steps
 
-    def _count_torch(self, source: str) -> None:
-        self._count(source, 1)
-
-    def _count(self, source: str, count: int) -> None:
+    def _count(self, source: str, count: int = 1) -> None:
         if not self.running:
             return
         if source != self._source:
@@ -184,7 +183,8 @@ class Recorder:
         if self._window_from is not None:
             self._advance_window()
         else:
-            self._step_time = _smoothed(self._step_time, (now - self._last_step_at) / count)
+            took = (now - self._last_step_at) / count
+            self._step_time = took if self._step_time is None else self._step_time + 0.1 * (took - self._step_time)
         if now >= self._due and self._window_from is None:  # a walk under tracemalloc takes thirty times as long
             self._sample_safely()
             now = time.monotonic()
@@ -209,8 +209,10 @@ class Recorder:
             self._lock.release()
 
     def _end_with(self, problem: Exception) -> None:
+        """Record no more. The hooks return at once; `stop` removes them, because this may run within one of torch's."""
         self.running = False
         self._tracing.remove()
+        self._forget_window()
         self._writer.write("note", text=f"recording ended: {type(problem).__name__}: {problem}")
 
     def _sample(self, *, last: bool) -> None:
@@ -353,11 +355,12 @@ class Recorder:
             size = size_per_item(items)
             if not size.complete and len(items) > _FEWEST_MEASURED:
                 size = size_per_item(items[-_FEWEST_MEASURED:])
-            graph = tensor_with_graph(items[-1])
-            name = _type_name(items[-1], pair=holding.unit == "items" and isinstance(holding.thing, dict))
+            newest = items[-1]
+            if holding.unit == "items" and isinstance(holding.thing, dict):
+                newest = newest[1]  # of a key and its value
             self._writer.write(
-                "item", number=number, pools=size.pools, type=name, graphs=size.graphs,
-                tensors=size.tensors, saved=None if graph is None else saved_bytes(graph),
+                "item", number=number, pools=size.pools, type=type(newest).__name__, graphs=size.graphs,
+                tensors=size.tensors,
             )  # fmt: skip
             if self._tracing.scripts_own and holding.unit == "items":
                 made = creations(items[-_FEWEST_MEASURED:], pairs=isinstance(holding.thing, dict))
@@ -403,18 +406,23 @@ class Recorder:
         if self._tracing.scripts_own:
             return
         walk = Walk().run(running_frames(sys._getframe(3)), worker_dataset()[1])
-        self._window_holders = {
+        holders = {
             number: holding.thing
             for key, number in self._numbers.items()
             if (holding := walk.found.get(key)) is not None
         }
-        ordered = {number: one for number, one in self._window_holders.items() if isinstance(one, (list, dict))}
-        self._window_sizes = {number: len(one) for number, one in ordered.items()}  # a set has no newest items
+        ordered = {number: one for number, one in holders.items() if isinstance(one, (list, dict))}
+        sizes = {number: len(one) for number, one in ordered.items()}  # a set has no newest items
         if self._tracing.begin():
+            self._window_holders, self._window_sizes = holders, sizes
             wanted = _WINDOW_STEPS[min(self._windows, len(_WINDOW_STEPS) - 1)]
             wanted = max(_WINDOW_STEPS[0], min(wanted, self.steps // _WINDOW_PART))
             self._window_steps = max(3, min(wanted, int(_LONGEST_WINDOW / max(self._step_time, 1e-4))))
             self._window_from, self._middle_done = (self.steps, time.monotonic()), False
+
+    def _forget_window(self) -> None:
+        """Keep no container of the script."""
+        self._window_from, self._window_holders, self._window_sizes = None, {}, {}
 
     def _grows(self) -> bool:
         """Whether Python's objects or malloc's bytes have grown over the last samples."""
@@ -438,7 +446,6 @@ class Recorder:
 
     def _end_window(self, steps: int, seconds: float) -> None:
         started = time.monotonic()
-        self._window_from = None
         aborted = self._tracing.aborted or not self._tracing.open
         sites = self._tracing.end()
         tensors = None
@@ -452,14 +459,11 @@ class Recorder:
                 found = live_tensors().items()
                 tensors = [(line.file, line.number, count, pools) for line, (count, pools) in found if count > 2]
         self._tracing.close()
-        self._window_holders = {}
+        self._forget_window()
         self._windows += 1
         self._after_window = self._samples + _SAMPLES_BETWEEN, self.steps + _STEPS_BETWEEN * steps
         if not aborted:
-            self._writer.write(
-                "window", steps=steps, seconds=round(seconds, 3), tensors=tensors,
-                sites=[(*one.line, one.blocks, one.size, one.later_blocks, one.later_size) for one in sites],
-            )  # fmt: skip
+            self._writer.write("window", steps=steps, seconds=round(seconds, 3), tensors=tensors, sites=sites)
         usual = (self._step_time or 0.0) * steps
         self._window_cost += max(0.0, seconds - usual) + time.monotonic() - started
 
@@ -526,7 +530,7 @@ class Recorder:
         self._stop_thread()
         if self._tracing.open:
             self._tracing.close()  # the child would trace on
-            self._window_from, self._window_holders = None, {}
+            self._forget_window()
 
     def after_fork_in_parent(self) -> None:
         """Continue."""
@@ -534,7 +538,7 @@ class Recorder:
 
     def after_fork_in_child(self) -> None:
         """Record this process too, in a file of its own."""
-        self._writer.abandon()
+        self._writer.close()  # the file belongs to the parent
         self._lock = threading.Lock()
         self._shm.forget()
         self._reset()
@@ -561,15 +565,6 @@ def _follow_forks(recorder: Recorder) -> None:
         after_in_parent=lambda: call("after_fork_in_parent"),
         after_in_child=lambda: call("after_fork_in_child"),
     )
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else before + 0.1 * (now - before)
-
-
-def _type_name(thing: Any, *, pair: bool) -> str:
-    """The type of an item: of a key and its value, that of the value."""
-    return type(thing[1] if pair else thing).__name__
 
 
 _recorder: Recorder | None = None

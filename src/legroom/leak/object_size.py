@@ -53,6 +53,13 @@ class ObjectSize:
     def add(self, pool: str, count: int) -> None:
         self.pools[pool] = self.pools.get(pool, 0) + count
 
+    def include(self, other: ObjectSize) -> None:
+        """Add what was counted of other objects."""
+        for pool, count in other.pools.items():
+            self.add(pool, count)
+        self.graphs += other.graphs
+        self.tensors += other.tensors
+
 
 def size_of(
     things: Iterable[object],

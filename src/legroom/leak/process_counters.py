@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -92,13 +93,17 @@ def _dev_shm() -> int | None:
 
 def _gpu_bytes() -> tuple[int, ...]:
     """What torch has allocated on each GPU; empty before CUDA was started."""
+    return tuple(_of_each_gpu(lambda cuda, number: cuda.memory_allocated(number)))
+
+
+def _of_each_gpu(read: Callable[[Any, int], int]) -> list[int]:
     torch: Any = sys.modules.get("torch")
     try:
         if torch is None or not torch.cuda.is_initialized():
-            return ()
-        return tuple(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
+            return []
+        return [read(torch.cuda, number) for number in range(torch.cuda.device_count())]
     except Exception:  # torch is being imported, or the driver is gone
-        return ()
+        return []
 
 
 def process_start() -> float | None:
@@ -112,10 +117,5 @@ def process_start() -> float | None:
 
 def free_gpus() -> dict[str, int]:
     """Free bytes of each GPU that this process uses; empty without CUDA."""
-    torch: Any = sys.modules.get("torch")
-    try:
-        if torch is None or not torch.cuda.is_initialized():
-            return {}
-        return {f"gpu{number}": torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
-    except Exception:  # the driver is gone
-        return {}
+    free = _of_each_gpu(lambda cuda, number: cuda.mem_get_info(number)[0])
+    return {f"gpu{number}": count for number, count in enumerate(free)}

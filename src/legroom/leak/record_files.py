@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,6 @@ class RecordWriter:
             os.close(self._file)
             self._file = None
 
-    def abandon(self) -> None:
-        """In a forked process: the file belongs to the parent."""
-        self.close()
-
 
 @dataclass
 class CounterSample:
@@ -99,7 +95,6 @@ class HolderRecord:
     measured: list[dict[str, int]] = field(default_factory=list)  # bytes of one item, each time of a few new ones
     graphs: int = 0  # tensors with an autograd graph in one item
     tensors: int = 0
-    saved: int | None = None  # bytes saved for backward by the graph of one item
     created: list[CreatedItems] = field(default_factory=list)  # lines that made its newest items
     unknown: list[CreatedItems] = field(default_factory=list)  # newest items that no line was seen to make
     existing: int = 0  # windows in which it grew by items that had been made before
@@ -151,7 +146,7 @@ def read_file(path: Path) -> ProcessRecord | None:
     record: ProcessRecord | None = None
     try:
         with path.open("rb") as file:
-            for line in _lines(file):
+            for line in iter(partial(file.readline, _LONGEST_LINE), b""):
                 try:
                     record = _take(record, json.loads(line))
                 except (ValueError, KeyError, TypeError, AttributeError):
@@ -159,11 +154,6 @@ def read_file(path: Path) -> ProcessRecord | None:
     except OSError:
         return None
     return record
-
-
-def _lines(file: Any) -> Iterable[bytes]:
-    while line := file.readline(_LONGEST_LINE):
-        yield line
 
 
 def _take(record: ProcessRecord | None, data: dict[str, Any]) -> ProcessRecord | None:
@@ -191,7 +181,7 @@ def _take(record: ProcessRecord | None, data: dict[str, Any]) -> ProcessRecord |
             holder.measured.clear()
         holder.measured = [*holder.measured, data["pools"]][-_AVERAGED:]
         holder.item, holder.item_type = _mean(holder.measured), data["type"]
-        holder.graphs, holder.tensors, holder.saved = data["graphs"], data["tensors"], data.get("saved")
+        holder.graphs, holder.tensors = data["graphs"], data["tensors"]
     elif kind == "created":
         holder = record.holders[data["number"]]
         for file, line, pools, graphs, tensors, through in data["sites"]:

@@ -1,7 +1,7 @@
 """Files that this process makes in /dev/shm, by the line that made them, as long as they exist.
 
-Python reports the opening of files and of shared memory to an audit hook. A hook cannot be removed; after `stop` it
-returns at once. Files that libraries make by themselves are not reported to it.
+Python reports the opening of files and of shared memory to an audit hook. A hook cannot be removed: there is one
+for all recordings, and without one it returns at once. Files that libraries make by themselves are not reported to it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import cache
+from types import FrameType
 from typing import Any
 
 from legroom.leak.user_source_files import CodeLine, user_line
@@ -25,19 +27,16 @@ class ShmFiles:
 
     def __init__(self) -> None:
         self._made: dict[str, CodeLine] = {}
-        self._listening = False
-        self._hooked = False
 
     def listen(self) -> None:
         """Begin to note files."""
-        self._listening = True
-        if not self._hooked:
-            self._hooked = True
-            sys.addaudithook(self._hook)
+        _add_hook()
+        _listening.append(self)
 
     def stop(self) -> None:
         """Note no more files."""
-        self._listening = False
+        if self in _listening:
+            _listening.remove(self)
 
     def forget(self) -> None:
         """In a forked process: the files so far are the parent's."""
@@ -56,14 +55,13 @@ class ShmFiles:
             found[line] = count + 1, before + size, _DIGITS.sub("*", path)
         return found
 
-    def _hook(self, event: str, given: tuple[Any, ...]) -> None:
-        if not self._listening or event not in _EVENTS:
-            return
+    def note(self, event: str, given: tuple[Any, ...], frame: FrameType) -> None:
+        """Note a file, if the event makes one."""
         try:
             path = self._path(event, given)
             if path is None or path in self._made or len(self._made) >= _MOST_FILES:
                 return
-            line = user_line(sys._getframe(1))
+            line = user_line(frame)
             if line is not None:
                 self._made[path] = line
         except Exception:  # an error here would reach the script
@@ -84,3 +82,18 @@ class ShmFiles:
                 return None
             path = os.fsdecode(name)
         return path if path.startswith(_INSIDE) else None
+
+
+_listening: list[ShmFiles] = []
+
+
+@cache
+def _add_hook() -> None:
+    """One for all recordings of the process."""
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        if _listening and event in _EVENTS:
+            for one in _listening:
+                one.note(event, given, sys._getframe(1))
+
+    sys.addaudithook(hook)

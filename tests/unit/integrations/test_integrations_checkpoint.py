@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,21 @@ def test_a_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch
     assert [one.name for one in tmp_path.iterdir()] == ["last.pt"]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(0.5), np.zeros(2), np.str_("a"), {"best": Path("model.pt")}],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_could_not_be_restored_does_not_replace_a_checkpoint(value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, model=torch.nn.Linear(2, 2), best=0.25)
+    with pytest.raises(UsageError, match="could not be restored: best") as caught:
+        checkpoint.save(path, model=torch.nn.Linear(2, 2), best=value)
+    assert "is not a plain value" in caught.value.why
+    assert checkpoint.restore(path, model=torch.nn.Linear(2, 2)) == {"best": 0.25}
+    assert [one.name for one in tmp_path.iterdir()] == ["last.pt"]
+
+
 def test_wrong_parts_other_files_and_damage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     checkpoint.save(path, model=torch.nn.Linear(2, 2))
@@ -74,3 +90,11 @@ def test_a_file_from_elsewhere_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSource):
         checkpoint.restore(tmp_path / "last.pt")
     assert not (tmp_path / "evil").exists()
+
+
+def test_paths_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("", 3):
+        for function in (checkpoint.save, checkpoint.restore):
+            with pytest.raises(UsageError, match="path"):
+                function(path, step=1)  # type: ignore[arg-type]

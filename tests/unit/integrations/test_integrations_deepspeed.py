@@ -143,3 +143,10 @@ def test_deepspeed_and_accelerate_take_the_file_and_train_by_it(name: str, judge
 def test_deepspeed_refuses_a_file_for_other_ranks(judged: dict[str, list[Any]]) -> None:
     (said,) = judged[REFUSED]
     assert "192 != 32 * 2 * 1" in said
+
+
+def test_arguments_of_wrong_types_are_refused() -> None:
+    with pytest.raises(UsageError, match="settings must be"):
+        deepspeed.config({})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="ranks must be an integer"):
+        deepspeed.savings(torch.nn.Linear(2, 2), ranks="8")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,11 +21,10 @@ from legroom.errors import UsageError
 from legroom.integrations.guard import (
     CheckpointSchedule,
     Guard,
-    MemorySnapshot,
-    TorchMemory,
     apply_settings,
     disk_full,
     epoch_lines,
+    memory_lines,
     memory_snapshot,
     retune,
     threatens,
@@ -94,8 +94,8 @@ def settings() -> Settings:
 def test_the_epoch_log_has_settings_and_memory() -> None:
     ram, none = Pool("ram", 1000 * MB, 900 * MB, 100 * MB, "cgroup"), Pool("swap", 0, 0, 0, "")
     card = Pool("gpu0", 20 << 30, 5 << 30, 15 << 30, "NVML")
-    held = TorchMemory("cuda:0", 1471 * MB, 2290 * MB)
-    looks = [MemorySnapshot("at start", ram, none), MemorySnapshot("at step 0", ram, none, (card,), (held,))]
+    held = "cuda:0", 1471 * MB, 2290 * MB
+    looks = [memory_lines("at start", ram, none), memory_lines("at step 0", ram, none, (card,), (held,))]
     text = epoch_lines(4, settings(), looks, ["a note"])
     assert text.splitlines()[:3] == ["epoch 4", "  mode: low-memory: map or stream the data", "  accumulation 2: 32 × 2 × 3 ranks = 192"]  # fmt: skip
     assert "effective batch: 192" in text and "a note" in text
@@ -106,7 +106,7 @@ def test_the_epoch_log_has_settings_and_memory() -> None:
 
 def test_unknown_memory_is_logged_as_unknown() -> None:
     dark = Pool("ram", None, None, None, "", "no /proc")
-    assert "memory now: unknown (no /proc)" in epoch_lines(0, None, [MemorySnapshot("now", dark, dark)])
+    assert "memory now: unknown (no /proc)" in epoch_lines(0, None, [memory_lines("now", dark, dark)])
 
 
 def test_a_memory_snapshot_of_this_machine() -> None:
@@ -117,8 +117,8 @@ def test_a_memory_snapshot_of_this_machine() -> None:
         memory_reserved=lambda i: 2 * i,
     )
     found = memory_snapshot("now", torch=SimpleNamespace(cuda=cuda))
-    assert found.torch == (TorchMemory("cuda:0", 0, 0), TorchMemory("cuda:1", 1, 2))
-    assert found.ram.used and found.ram.size and found.ram.used <= found.ram.size
+    assert found[1:3] == [f"    cuda:{i}: {i} B allocated, {2 * i} B reserved by this process" for i in range(2)]
+    assert re.match(r"  memory now: .+ of .+ used \(.+%\); swap ", found[0])
 
 
 # Tuning a loader that exists.

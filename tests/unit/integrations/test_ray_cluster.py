@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from legroom.cache import remembered_sources
 from legroom.cache.download import PIECE
 from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
+from legroom.errors import NoRoom, UsageError
 from legroom.integrations import ray_cluster_commands
-from legroom.integrations.ray_node import signature
+from legroom.integrations.ray_node import error_of, signature
 from legroom.records.node_results import NodeAnswer, NodeError, NodeLoad
 from object_server import object_server
 
@@ -61,6 +63,29 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
         assert ended["digest"] == "md5 " + hashlib.md5(content).hexdigest()
         again = ray_cluster_commands.NodeLoader(server.url("x.npy"), "auto", False, KEY).begin()
         assert again["state"] == "ended" and again["key"] == ended["key"]
+
+
+def test_an_error_that_a_node_raised_is_named_by_its_own_code() -> None:
+    class RayTaskError(Exception):  # as Ray's, whose text is a traceback
+        cause = NoRoom("not enough space")
+
+    assert error_of(RayTaskError("ray::NodeLoader.begin() Traceback …"))["code"] == NoRoom.code
+    assert error_of(RuntimeError("lost"))["code"] == "node-failed"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ray_cluster_commands.warm(3),
+        lambda: ray_cluster_commands.warm("x.npy", revalidate="no"),
+        lambda: ray_cluster_commands.doctor(3),
+        lambda: ray_cluster_commands.entries(3),
+        lambda: ray_cluster_commands.drop("x.npy", force="no"),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused_before_a_cluster_is_asked(call: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match="must be"):
+        call()
 
 
 def test_a_node_that_has_the_entry_passes_on_the_objects_bytes(content: bytes) -> None:

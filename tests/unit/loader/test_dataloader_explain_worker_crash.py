@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from legroom.errors import BatchLost, WorkerDied
-from legroom.loader.dataloader import explain_worker_crash
+from legroom.loader.dataloader import dataloader, explain_worker_crash
+from legroom.loader.dataloader.dataloader import DataLoader
 from legroom.loader.dataloader.worker_shutdown import IMPORTED_MAIN
 from legroom.records.machine import Memory, MemoryEvents
 
@@ -120,3 +126,54 @@ def test_torchs_signal_handler_is_kept_and_its_error_explained(monkeypatch: pyte
     with pytest.raises(RuntimeError) as plain:  # not ours: as torch said it
         ours(17, None)
     assert not isinstance(plain.value, WorkerDied)
+
+
+@pytest.mark.parametrize("moment", ["torch's start", "after it"])
+def test_a_worker_that_is_killed_while_the_epoch_starts(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's signal handler raises as soon as it knows the workers; the Epoch does not exist yet."""
+    go, gone = os.pipe()
+
+    def killed(worker: int) -> None:
+        if worker == 0:
+            os.read(go, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end_one() -> None:
+        os.write(gone, b".")
+        for _ in range(600):
+            time.sleep(0.1)  # torch's handler raises here
+
+    if moment == "after it":
+        target, name = dataloader, "workers"
+    else:
+        target, name = _MultiProcessingDataLoaderIter, "_try_put_index"  # torch is about to return the iterator
+    function, calls = getattr(target, name), list[Any]()
+
+    def slowly(*given: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            end_one()
+        return function(*given)
+
+    monkeypatch.setattr(target, name, slowly)
+    before = set(multiprocessing.active_children())
+    loader = DataLoader([1, 2, 3], num_workers=2, worker_init_fn=killed, multiprocessing_context="fork")
+    try:
+        gc.disable()
+        try:
+            iter(loader)
+        except WorkerDied as died:
+            said, why, fix = str(died), died.why, died.fix
+        assert "killed by signal: Killed (SIGKILL)" in said and "SIGKILL" in why and fix
+        assert set(multiprocessing.active_children()) == before  # no collection is needed to end the other worker
+    finally:
+        gc.enable()
+        os.close(go)
+        os.close(gone)
+
+
+def test_a_kill_by_the_kernel_right_after_the_start_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_worker_crash, "memory", lambda host: memory(1))
+    workers: Any = [SimpleNamespace(pid=100, exitcode=-9)]
+    died = explain_worker_crash.WorkerGroup(workers, "fork", memory(0)).explain(BatchLost("gone"))
+    assert died is not None and "rose from 0 to 1" in died.why

@@ -348,8 +348,8 @@ def test_whoever_waits_is_waited_for_by_a_batch_that_can_be_made_or_by_a_trainer
                         window.granted(one)
             if any(one.asking and one.inside and one.cursor not in window.entries for one in window.members.values()):
                 waited += 1
-                charged += bool(window._blocking())
-                assert (window.room() and window._length(window.head[0])) or window._blocking(), seed
+                charged += bool(window.blocking())
+                assert (window.room() and window._length(window.head[0])) or window.blocking(), seed
     assert waited > 1000 and charged > 100, (waited, charged)
 
 

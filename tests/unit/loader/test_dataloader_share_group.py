@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import select
@@ -21,11 +22,11 @@ import pytest
 import share_data
 from share_data import Noise, Trainers, reference
 
-from legroom.errors import BudgetTooSmall, ShareMismatch
+from legroom.errors import BudgetTooSmall, ShareMismatch, ShareUnsupported
 from legroom.loader.dataloader.memory_slots import Slot
-from legroom.loader.dataloader.sharing import producer_client
+from legroom.loader.dataloader.sharing import group_settings, producer_client, start_producer_process
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import MadeBatch, Window
-from legroom.loader.dataloader.sharing.group_folder import groups
+from legroom.loader.dataloader.sharing.group_folder import GroupFiles, groups
 from legroom.loader.dataloader.sharing.map_slots_in_trainer import PrivateSlots
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
 from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
@@ -443,7 +444,8 @@ class Unread(Sent):
 def asked(*connections: Any) -> Producer:
     """A producer without workers whose trainers wait for the first batch."""
     producer = Producer.__new__(Producer)
-    producer.changed, producer.fatal, producer._workers = threading.Condition(), None, [11, 12]
+    producer.changed, producer.fatal = threading.Condition(), None
+    producer._workers = [SimpleNamespace(pid=pid) for pid in (11, 12)]  # type: ignore[misc]
     producer.trainers = {number: Trainer(one, number) for number, one in enumerate(connections, 1)}
     producer.window = Window((0, 0), lambda _: 10, lambda entry: entry.content.close())
     producer.window.most, producer.window.interval = 2, 0.1
@@ -469,6 +471,104 @@ def test_a_stopped_trainer_whose_socket_is_full_does_not_stop_the_others() -> No
         window.charge(1.1)
         producer._answer_all()
     assert window.room() and window.members[1].asking and not window.members[2].inside
+
+
+def test_workers_that_have_ended_are_not_killed_by_their_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of another process by then."""
+    producer, killed = asked(Sent()), list[int]()
+    ended = multiprocessing.get_context("fork").Process(target=int)
+    ended.start()
+    ended.join()
+    producer._workers, producer._loader, producer.stream = [ended], None, None
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    producer._end_workers()
+    assert not killed and producer._workers == []
+
+
+def test_a_connection_that_asks_for_the_status_is_no_second_trainer() -> None:
+    producer, one = asked(Sent()), Sent()
+    producer.trainers[2] = Trainer(one, 2)  # type: ignore[arg-type]
+    producer._alone_since, producer._ending, producer.rings = 0.0, False, SimpleNamespace(MESSAGES=())  # type: ignore[assignment]
+    producer._tell_if_alone(1000.0)
+    assert ("alone", []) in producer.trainers[1].connection.messages and not one.messages  # type: ignore[attr-defined]
+    producer._handle(1, "alone")
+    assert producer._ending
+
+
+@pytest.mark.parametrize("body", [b"", None])
+def test_a_batch_that_cannot_be_mapped_is_made_here(body: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(slot_id: int, fd: int) -> None:
+        os.close(fd)
+        raise OSError(12, "Cannot allocate memory")
+
+    group = Group.__new__(Group)
+    group.name, group.gpu, group._started_it, group.welcome = "train", None, False, True
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(1 if body is not None else 2)]
+    message = ("batch", (0, 0), 1, 7, True, body)
+    group.connection = SimpleNamespace(receive=lambda timeout: (message, list(fds)))  # type: ignore[assignment]
+    group.slots = SimpleNamespace(add=add)  # type: ignore[assignment]
+    with pytest.raises(Closed):
+        group._read(0.1)
+    assert group.unavailable is not None and "Cannot allocate memory" in group.unavailable and group.connection is None
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
+
+
+def test_without_space_a_trainer_alone_does_not_describe_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    files = GroupFiles(tmp_path, "key")
+    group = Group.__new__(Group)
+    group.name, group.files, group._recipe = "train", files, SimpleNamespace(settings={})  # type: ignore[assignment]
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    lock = files.stand_alone()
+    assert lock is not None
+    group._stand_alone(lock)
+    assert files.alone() is None
+    group._end_alone()
+    assert not list(tmp_path.iterdir())
+
+
+def test_samples_that_do_not_come_are_not_waited_for_in_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = os.getpid()
+
+    def samples() -> str:
+        if os.getpid() != trainer:
+            time.sleep(60)
+        return "made in the trainer"
+
+    monkeypatch.setattr(group_settings, "_CHILD_S", 0.2)
+    with pytest.raises(ShareUnsupported, match="has not returned a sample"):
+        group_settings._in_child(samples)
+
+
+def test_samples_are_loaded_here_if_there_can_be_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", fork)
+    assert group_settings._in_child(lambda: "digest") == "digest"
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forked_producer_keeps_no_file_of_its_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    lock, mine = (os.open(os.devnull, os.O_RDONLY) for _ in range(2))
+    monkeypatch.setattr(os, "sysconf", lambda name: lock + 1)  # the limit was lowered
+    pid = os.fork()
+    if pid == 0:
+        start_producer_process._keep_only(log, lock)
+        os.fstat(lock)
+        left = set(os.listdir("/proc/self/fd")) & {str(mine)}
+        os._exit(len(left))
+    assert os.waitpid(pid, 0)[1] == 0
+    for fd in (log, mine, lock):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("failing", ["_make_batches", "_serve"])

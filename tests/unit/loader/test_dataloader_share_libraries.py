@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import share_data
 
+from legroom.errors import UsageError
+from legroom.integrations.guard import apply_settings
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.group_settings import group_key
+from legroom.records.settings_and_overrides import Settings
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -98,15 +101,34 @@ def test_accelerate_rebuilds_a_loader_and_its_guard_shares_again(tmp_path: Path)
 
     plain = [share_data.line(0, number, batch) for number, batch in enumerate(loader(shuffle=False))]
     accelerator = accelerate.Accelerator(cpu=True)
-    prepared = accelerator.prepare(loader(shuffle=False))
+    prepared = accelerator.prepare(loader(shuffle=False, memory_budget="64MB"))
     assert type(prepared.base_dataloader) is not legroom.DataLoader  # torch's class: share= would be lost
     found = []
     with guarded(accelerator, tune="off") as guard:
         for epoch in (0, 1):
             guard.epoch(epoch, prepared)
             found.append([share_data.line(0, number, batch) for number, batch in enumerate(prepared)])
+    assert prepared.base_dataloader.memory_budget == "64MB"
     assert prepared.base_dataloader.share == "fit" and found[0] == plain and found[1] != plain
     assert prepared.base_dataloader._sharing.position == (2, 0)
+
+
+def test_a_guard_does_not_change_the_workers_of_a_group() -> None:
+    one = loader()
+    why = one.why
+    said = apply_settings(one, Settings(4, num_workers=3))
+    assert "group share one set of workers" in said[0] and one.num_workers == 1
+    one.num_workers, one.memory_budget = 2, "32MB"
+    one.collate_fn = list
+    assert (one.transport, one.why) == ("shared", why)
+    kept = one.collate_fn
+    assert kept.fn is list and kept.share == {"share": "fit", "on_slow": "own", "device": None, "memory_budget": "32MB"}
+
+
+@pytest.mark.parametrize("state", [None, {}, {"version": "share-1"}, 3])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(UsageError, match=r"not the state of a legroom\.DataLoader with share="):
+        loader().load_state_dict(state)
 
 
 def test_the_trainer_of_hugging_face_shares(tmp_path: Path) -> None:

@@ -169,8 +169,9 @@ def test_each_rank_has_its_group() -> None:
 def test_digests_name_what_differs() -> None:
     one = {"image": torch.zeros(2), "meta": [1, {"name": "a"}], "array": np.arange(3)}
     other = {"image": torch.zeros(2), "meta": [1, {"name": "b"}], "array": np.arange(3).astype(np.int32)}
-    assert group_settings.differing(one, other) == ["['meta'][1]['name']", "['array']"]
-    assert group_settings.differing(one, {**one}) == []
+    first, second = (dict(group_settings.leaves(value)) for value in (one, other))
+    assert [path for path in first if first[path] != second[path]] == ["['meta'][1]['name']", "['array']"]
+    assert dict(group_settings.leaves({**one})) == first
 
 
 def test_the_path_of_what_cannot_be_pickled() -> None:

@@ -50,7 +50,7 @@ class Owner:
 
 def _end_loader() -> None:
     owner = Owner()
-    receive.forget_with(owner, receive.sending_workers())
+    receive.forget_with(owner, list(receive._workers))
 
 
 def _descriptors() -> list[str]:
@@ -118,7 +118,7 @@ def test_a_fast_consumer_needs_one_slot() -> None:
         got = received(sent(torch.full((1000,), i), pool))
         assert got[0] == i
         del got
-    assert len(pool.slots) == 1 and receive.mapped_slots() == 1
+    assert len(pool.slots) == 1 and len(receive._slots) == 1
 
 
 def test_beyond_two_slots_the_consumer_gets_copies() -> None:
@@ -223,11 +223,11 @@ def test_slots_of_an_ended_worker_are_dropped() -> None:
     worker.start()
     got = received(here.recv_bytes())
     receive.forget_ended_workers()
-    assert receive.mapped_slots() == 1 and receive.sending_workers() == [worker.pid]
+    assert len(receive._slots) == 1 and list(receive._workers) == [worker.pid]
     here.send_bytes(b"received")
     worker.join()
     receive.forget_ended_workers()
-    assert receive.mapped_slots() == 0 and got.sum() == 1000  # still mapped under the tensor
+    assert len(receive._slots) == 0 and got.sum() == 1000  # still mapped under the tensor
     worker.close()
 
 
@@ -237,6 +237,17 @@ def test_a_file_that_is_not_the_slot_is_refused() -> None:
         receive.receive(os.getpid(), slot.fd, slot.id + 1, [(0, 8)], b"", False, None, None)
     with pytest.raises(BatchLost, match="No such file"):
         receive.receive(os.getpid(), 999_999, 1, [(0, 8)], b"", False, None, None)
+
+
+def test_the_descriptor_of_a_refused_slot_is_closed_once() -> None:
+    made = Slot.make(4096, 1)
+    fd = os.dup(made.fd)
+    with pytest.raises(OSError, match="not the one that was sent"):
+        Slot.at(fd, made.id + 1, keep=True)
+    other = os.dup(made.fd)
+    gc.collect()  # the half-made slot is gone
+    assert other == fd and os.fstat(other).st_size > 4096
+    os.close(other)
 
 
 def test_a_slot_cannot_be_truncated_under_its_map() -> None:

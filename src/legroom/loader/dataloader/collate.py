@@ -92,7 +92,8 @@ class SlotCollate:
 
     def __init__(self, fn: Collate, budget: int | None = None) -> None:
         self.fn, self.budget = fn, budget
-        self.share: tuple[str, str] | None = None  # of the loader: accelerate rebuilds loaders with torch's class
+        # The loader's arguments that torch's class does not know: accelerate rebuilds loaders with that.
+        self.share: dict[str, Any] | None = None
         self._pool: SlotPool | None = None
         self._pid = 0
         self._state_dict: Callable[[], Any] | None = None

@@ -24,7 +24,7 @@ from legroom.errors import Unpicklable, UsageError
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
-from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress, WorkerState
+from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress
 from legroom.loader.dataloader.explain_start_failure import (
     explain_argument,
     explain_pickling,
@@ -43,11 +43,13 @@ from legroom.loader.dataloader.explain_worker_crash import (
 from legroom.loader.dataloader.pin_memory import cuda_pinner
 from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
-from legroom.loader.dataloader.sharing.shared_epoch_iterator import ON_SLOW, SharedEpoch, Sharing
-from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers
+from legroom.loader.dataloader.sharing.shared_epoch_iterator import ON_SLOW, SharedEpoch, Sharing, is_stream
+from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers, workers_of_failed_start
 from legroom.loader.dataloader.worker_shutdown import EndWithProgram, exit_if_importing_main
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.ram_swap_and_pressure import memory
 from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
 
@@ -157,10 +159,9 @@ class Loader:
                 fix=(say("pass share='name', or move the batches yourself: pin_memory=True and non_blocking=True"),),
             )
         self._sharing = None if share is None else Sharing(self, share, on_slow)
-        if share is not None and isinstance(vars(self)["collate_fn"], SlotCollate):
-            vars(self)["collate_fn"].share = share, on_slow
         if self._sharing is not None:
             self.transport, self.why = "shared", say("the trainers of the group {name!r} share workers", name=share)
+            self._select_transport()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "memory_budget":
@@ -172,7 +173,13 @@ class Loader:
     def _select_transport(self, new_budget: bool = False) -> None:
         """Set the transport and its collate function. A wrapped function keeps its budget unless ``new_budget``."""
         loader: Any = self
-        if loader.num_workers == 0:
+        if self._sharing is not None:
+            collate = wrap_collate(loader.collate_fn, self.memory_budget)
+            if isinstance(collate, SlotCollate):
+                names = "share", "on_slow", "device", "memory_budget"
+                collate.share = {name: getattr(self, name) for name in names}
+            super().__setattr__("collate_fn", collate)
+        elif loader.num_workers == 0:
             self.transport, self.why = "none", say("num_workers=0: this process makes the batches")
         elif (reason := arena_unavailable()) is not None:
             self._use_torch_transport(reason)
@@ -245,10 +252,7 @@ class Loader:
 
     @property
     def _iterable(self) -> bool:
-        from torch.utils.data import IterableDataset
-
-        loader: Any = self
-        return isinstance(loader.dataset, IterableDataset)
+        return is_stream(self)
 
     @property
     def _persistent(self) -> bool:
@@ -287,7 +291,8 @@ class Loader:
         # None: torch pins the batches, or they are not pinned.
         pinner = cuda_pinner() if loader.pin_memory and self.transport == "arena" else None
         admission = self._new_admission(method, persistent)
-        before = multiprocessing.active_children()
+        running = multiprocessing.active_children()
+        memory_before = None if persistent and self._group is not None else memory(Host())
         settings: dict[str, Any] = {"_starting": True}
         if pinner is not None:
             settings["pin_memory"] = False  # torch would start a thread for batches that are pinned already
@@ -295,27 +300,35 @@ class Loader:
         if self.transport == "arena":
             context = loader.multiprocessing_context or multiprocessing.get_context(start_method())
             settings["multiprocessing_context"] = direct_context(context)
+        inner = None
+        group = None
         try:
             with unopened(), _temporarily(loader, settings):
                 inner = start()
+            every = workers(inner)
+            if every is None:
+                every = [process for process in multiprocessing.active_children() if process not in running]
+            started = [process for process in every if self._group is None or process.pid not in self._group.pids]
+            kept = self._group if persistent and not started else None
+            group = kept or WorkerGroup(started, method, memory_before)
+            explain_sigchld()
         except BaseException as problem:
             if admission is not None:
                 admission.close()  # torch ends those that have started, and they must not wait
-            explained = self._explain_pickling(problem) or explain_start(problem, method)
+            # A worker may be killed at once: torch's signal handler raises while its iterator, or this, is being made.
+            group = group or WorkerGroup(workers(inner) or workers_of_failed_start(problem), method, memory_before)
+            explained = self._explain_pickling(problem) or explain_start(problem, method) or group.explain(problem)
             if explained is None:
                 raise
-            raise explained from problem
+            try:
+                raise explained from problem
+            finally:
+                del explained  # else the error, and with it the iterator and its workers, lives until collected
         if admission is not None and batches_ordered(inner) == 0:
             admission.admit()  # no batch will be made for which the others could wait
-        every = workers(inner)
-        if every is None:
-            every = [process for process in multiprocessing.active_children() if process not in before]
-        started = [process for process in every if self._group is None or process.pid not in self._group.pids]
-        group = self._group if persistent and self._group is not None and not started else WorkerGroup(started, method)
         if persistent:
             self._group = group
         self._seeded = self._seeded or persistent
-        explain_sigchld()
         out_of_order = None
         if not (self._iterable or resume.in_order(self)):
             progress.unnumbered = not OutOfOrder.supported(inner)
@@ -358,10 +371,8 @@ class Loader:
         yielded, beyond = int(state["yielded"]), list(state["beyond"])
         generators = dict(state["generators"]) if state["begun"] else resume.generator_states(self)
         progress = self._new_progress(
-            generators, state["seeded"], yielded, beyond=beyond, turn=state["turn"],
-            workers={
-                worker: WorkerState(pickle.dumps(one["state"]), tuple(one["then"])) for worker, one in saved.items()
-            },
+            generators, state["seeded"], yielded, beyond=set(beyond), turn=state["turn"],
+            workers=resume.read_workers(saved),
         )  # fmt: skip
         arguments: dict[str, Any] = {
             "dataset": loader.dataset, "num_workers": loader.num_workers, "collate_fn": loader.collate_fn,
@@ -446,18 +457,8 @@ def _temporarily(loader: Any, values: Mapping[str, Any]) -> Iterator[None]:
 def _loader_class() -> type[Any]:
     """This class and torch's in one, made when torch is needed and not before."""
     Torch = require("torch.utils.data", "torch", "legroom.DataLoader").DataLoader  # noqa: N806
-    names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": _DOC, "_torch": Torch}
+    names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": Loader.__doc__, "_torch": Torch}
     return types.new_class("DataLoader", (Loader, Torch[_Batch]), exec_body=lambda body: body.update(names))
-
-
-_DOC = """torch's DataLoader, with batches sent from the workers outside /dev/shm.
-
-Every argument has torch's meaning. ``memory_budget`` (bytes, ``"256MB"`` or ``"auto"``) limits the batches on their way
-from the workers of one epoch. ``share`` names a group of trainers with one set of workers; ``on_slow`` (``"own"`` or
-``"wait"``) is for one that holds the others up; ``device`` returns its batches on a GPU. ``transport``
-is how batches are sent (``arena``, ``torch``, ``shared`` or ``none``), ``why`` is the reason.
-``state_dict`` and ``load_state_dict`` resume in the middle of an epoch.
-"""
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from legroom.errors import BudgetTooSmall
 from legroom.loader.dataloader.admit_workers_by_memory import Admission
@@ -47,14 +48,11 @@ class Placeholder:
 PLACEHOLDER = Placeholder()
 
 
-class WorkerState:
+class WorkerState(NamedTuple):
     """What is known of the dataset in one worker."""
 
-    __slots__ = ("state", "then")
-
-    def __init__(self, state: bytes, then: tuple[str, ...] = ()) -> None:
-        self.state = state  # pickled, after its last batch that was returned
-        self.then = then
+    state: bytes  # pickled, after its last batch that was returned
+    then: tuple[str, ...] = ()
 
     def after_epoch(self, complete: bool) -> WorkerState:
         """The state when the same workers begin another epoch."""
@@ -63,32 +61,23 @@ class WorkerState:
         return WorkerState(self.state, (*self.then, END if complete else LEAVE))
 
 
+@dataclass(eq=False)
 class Progress:
     """Where an epoch began, and which batches were returned since."""
 
-    def __init__(
-        self,
-        generators: dict[str, Any],
-        yielded: int = 0,
-        *,
-        batch_size: int | None = None,
-        num_workers: int = 0,
-        beyond: Collection[int] = (),
-        seeded: bool = False,
-        workers: dict[int, WorkerState] | None = None,
-        turn: int = 0,
-    ) -> None:
-        self.generators = generators  # their states when the epoch began
-        self.yielded = yielded
-        self._batch_size, self._num_workers = batch_size, num_workers
-        self.beyond = set(beyond)  # numbers of batches that were returned before an earlier one
-        self.seeded = seeded  # it drew no number for the workers' seeds: an earlier epoch did
-        self.workers = workers or {}
-        self.turn = turn  # the worker whose batch is next, if they are in order
-        self.stateless = False  # a batch arrived without the state of its dataset
-        self.unnumbered = False  # batches are out of order, and their numbers are unknown
-        self.dataset_ended = False  # without workers: the dataset has no samples left
-        self.complete = False
+    generators: dict[str, Any]  # their states when the epoch began
+    yielded: int = 0
+    _: KW_ONLY
+    batch_size: int | None = None
+    num_workers: int = 0
+    beyond: set[int] = field(default_factory=set)  # numbers of batches that were returned before an earlier one
+    seeded: bool = False  # it drew no number for the workers' seeds: an earlier epoch did
+    workers: dict[int, WorkerState] = field(default_factory=dict)
+    turn: int = 0  # the worker whose batch is next, if they are in order
+    stateless: bool = False  # a batch arrived without the state of its dataset
+    unnumbered: bool = False  # batches are out of order, and their numbers are unknown
+    dataset_ended: bool = False  # without workers: the dataset has no samples left
+    complete: bool = False
 
     @property
     def first_left(self) -> int:
@@ -114,9 +103,9 @@ class Progress:
             return
         worker, state, samples = received
         # torch fills a batch until the dataset ends: if it is short, the state is one after the end.
-        short = self._batch_size is not None and samples is not None and samples < self._batch_size
+        short = self.batch_size is not None and samples is not None and samples < self.batch_size
         self.workers[worker] = WorkerState(state, (STOP,) if short else ())
-        self.turn = (worker + 1) % self._num_workers
+        self.turn = (worker + 1) % self.num_workers
 
 
 class OutOfOrder:

@@ -128,46 +128,22 @@ def explain_argument(problem: ValueError | TypeError, given: Mapping[str, Any]) 
     return None
 
 
-def _batch_size(given: Mapping[str, Any]) -> _Explanation:
-    return say("batch_size must be an integer ≥ 1 or None (got {size!r})", size=given["batch_size"]), (
-        say("pass a batch_size of 1 or more"),
-        say("or batch_size=None, to get single samples without batches"),
-    )
+def _row(name: str, why: str, *fix: str) -> Callable[[Mapping[str, Any]], _Explanation]:
+    """An explanation of that argument from templates."""
+
+    def explain(given: Mapping[str, Any]) -> _Explanation:
+        value = given.get(name)
+        known = {"name": name, "value": value, "size": value, "count": value, "kind": type(value).__name__}
+        return say(why, **known), tuple(say(one, **known) for one in fix)
+
+    return explain
 
 
-def _num_workers(given: Mapping[str, Any]) -> _Explanation:
-    return say("num_workers must be an integer ≥ 0 (got {count})", count=given["num_workers"]), (
-        say("num_workers=0 makes batches in this process"),
-    )
-
-
-def _needs_workers(name: str, given: Mapping[str, Any]) -> _Explanation:
-    return say("{name}={value!r} with num_workers=0", name=name, value=given.get(name)), (
-        say("pass num_workers of 1 or more"),
-        say("or omit {name}", name=name),
-    )
-
-
-def _sampler(given: Mapping[str, Any]) -> _Explanation:
-    kind = type(given["sampler"]).__name__
-    return say("both determine the order, and the sampler is a {kind}", kind=kind), (
-        say("omit shuffle"),
-        say("or omit the sampler"),
-    )
-
-
-def _timeout(given: Mapping[str, Any]) -> _Explanation:
-    return say("timeout must be a number of seconds ≥ 0 (got {value})", value=given["timeout"]), (
-        say("timeout=0 waits for a batch without a limit"),
-    )
-
-
-def _negative_prefetch(given: Mapping[str, Any]) -> _Explanation:
-    value = given["prefetch_factor"]
-    return say("prefetch_factor must be an integer ≥ 1 (got {value!r})", value=value), (
-        say("pass prefetch_factor of 1 or more"),
-        say("or omit {name}", name="prefetch_factor"),
-    )
+def _needs_workers(name: str) -> Callable[[Mapping[str, Any]], _Explanation]:
+    return _row(
+        name, phrase("{name}={value!r} with num_workers=0"), phrase("pass num_workers of 1 or more"),
+        phrase("or omit {name}"),
+    )  # fmt: skip
 
 
 def _context(given: Mapping[str, Any]) -> _Explanation:
@@ -192,41 +168,53 @@ def _batch_sampler(given: Mapping[str, Any]) -> _Explanation:
     )
 
 
-def _without_batches(given: Mapping[str, Any]) -> _Explanation:
-    return say("without batches there is no last one that is smaller"), (
-        say("omit {name}", name="drop_last"),
-        say("or pass a batch_size of 1 or more"),
-    )
+def _stream_order(name: str) -> Callable[[Mapping[str, Any]], _Explanation]:
+    def explain(given: Mapping[str, Any]) -> _Explanation:
+        kind = type(given["dataset"]).__name__
+        return say("{kind} is an IterableDataset, which determines the order of its samples itself", kind=kind), (
+            say("omit {name}", name=name),
+        )
 
-
-def _stream_order(name: str, given: Mapping[str, Any]) -> _Explanation:
-    kind = type(given["dataset"]).__name__
-    return say("{kind} is an IterableDataset, which determines the order of its samples itself", kind=kind), (
-        say("omit {name}", name=name),
-    )
+    return explain
 
 
 _KNOWN = {  # words of torch's sentence
-    "batch_size should be a positive integer value": _batch_size,
-    "num_workers option should be non-negative": _num_workers,
-    "prefetch_factor option could only be specified in multiprocessing": lambda given: _needs_workers(
-        "prefetch_factor", given
+    "batch_size should be a positive integer value": _row(
+        "batch_size", phrase("batch_size must be an integer ≥ 1 or None (got {size!r})"),
+        phrase("pass a batch_size of 1 or more"), phrase("or batch_size=None, to get single samples without batches"),
     ),
-    "persistent_workers option needs num_workers > 0": lambda given: _needs_workers("persistent_workers", given),
-    "timeout option should be non-negative": _timeout,
-    "prefetch_factor option should be non-negative": _negative_prefetch,
+    "num_workers option should be non-negative": _row(
+        "num_workers", phrase("num_workers must be an integer ≥ 0 (got {count})"),
+        phrase("num_workers=0 makes batches in this process"),
+    ),
+    "prefetch_factor option could only be specified in multiprocessing": _needs_workers("prefetch_factor"),
+    "persistent_workers option needs num_workers > 0": _needs_workers("persistent_workers"),
+    "timeout option should be non-negative": _row(
+        "timeout", phrase("timeout must be a number of seconds ≥ 0 (got {value})"),
+        phrase("timeout=0 waits for a batch without a limit"),
+    ),
+    "prefetch_factor option should be non-negative": _row(
+        "prefetch_factor", phrase("prefetch_factor must be an integer ≥ 1 (got {value!r})"),
+        phrase("pass prefetch_factor of 1 or more"), phrase("or omit {name}"),
+    ),
     "multiprocessing_context option should specify a valid start method": _context,
     "multiprocessing_context option should be a valid context": _context,
-    "multiprocessing_context can only be used with": lambda given: _needs_workers("multiprocessing_context", given),
+    "multiprocessing_context can only be used with": _needs_workers("multiprocessing_context"),
     "drop_last should be a boolean value": _drop_last,
     "batch_sampler option is mutually exclusive": _batch_sampler,
-    "disables auto-batching": _without_batches,
-    "expected unspecified shuffle option": lambda given: _stream_order("shuffle", given),
-    "expected unspecified sampler option": lambda given: _stream_order("sampler", given),
-    "expected unspecified batch_sampler option": lambda given: _stream_order("batch_sampler", given),
+    "disables auto-batching": _row(
+        "drop_last", phrase("without batches there is no last one that is smaller"), phrase("omit {name}"),
+        phrase("or pass a batch_size of 1 or more"),
+    ),
+    "expected unspecified shuffle option": _stream_order("shuffle"),
+    "expected unspecified sampler option": _stream_order("sampler"),
+    "expected unspecified batch_sampler option": _stream_order("batch_sampler"),
     # Last: the sentence about batch_sampler contains "sampler option is mutually exclusive" too.
-    "sampler option is mutually exclusive with shuffle": _sampler,
-}
+    "sampler option is mutually exclusive with shuffle": _row(
+        "sampler", phrase("both determine the order, and the sampler is a {kind}"), phrase("omit shuffle"),
+        phrase("or omit the sampler"),
+    ),
+}  # fmt: skip
 
 
 def refuse_data(dataset: Any) -> None:

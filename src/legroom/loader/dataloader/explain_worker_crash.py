@@ -30,12 +30,12 @@ _TORCH_TEXT = re.compile(r"DataLoader worker \(pid(?:\(s\))? ?([\d, ]+)\)")
 
 
 class WorkerGroup:
-    """The workers of one iterator."""
+    """The workers of one iterator; ``before``: the memory and its OOM counters before they were started."""
 
-    def __init__(self, processes: Sequence[BaseProcess], method: str = "fork") -> None:
+    def __init__(self, processes: Sequence[BaseProcess], method: str = "fork", before: Memory | None = None) -> None:
         self.processes = list(processes)
         self._method = method
-        self._before = memory(Host())
+        self._before = before or memory(Host())
         _groups[:] = [ref for ref in _groups if ref() is not None] + [weakref.ref(self)]
 
     @property

@@ -102,7 +102,7 @@ class Slot:
         address = libc().mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
         if address == MAP_FAILED:
             raise last_error()
-        self.fd = fd if keep else None
+        self.fd: int | None = None
         self.before_unmap: Callable[[int], None] | None = None
         self.address, self.capacity = address, capacity
         self._unmap = libc().munmap
@@ -116,6 +116,7 @@ class Slot:
         elif stored.value != slot_id:
             raise OSError(0, say("the file behind the batch is not the one that was sent"))
         self.id: int = stored.value
+        self.fd = fd if keep else None  # from here on it is closed with the slot: a caller closes it after an error
 
     @classmethod
     def make(cls, capacity: int, workers: int) -> Self:

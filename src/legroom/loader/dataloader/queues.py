@@ -16,7 +16,6 @@ to be fetched.
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import select
@@ -32,6 +31,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from legroom.loader.dataloader.receive import SentBatch, use_descriptors
+from legroom.loader.dataloader.torch_internals import is_resume_message
 from legroom.system.lazy_and_optional_imports import import_lock
 
 if TYPE_CHECKING:
@@ -78,6 +78,17 @@ class _Context:
             with contextlib.suppress(OSError):
                 queue.descriptors = Descriptors()
         return queue
+
+    def Process(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 multiprocessing's name
+        """Keeps its queues: multiprocessing keeps each process until it is joined.
+
+        A loader in a cycle is collected together with its queues. If the pipe of one were closed before the loader
+        sends the message to end through it, the message would be lost, and the worker be waited for until it is
+        terminated.
+        """
+        process = super().Process(*args, **kwargs)  # type: ignore[misc]
+        process.queues = [one for one in kwargs.get("args", ()) if isinstance(one, _queue_class())]
+        return process
 
     def Event(self) -> Any:  # noqa: N802 multiprocessing's name
         context: Any = self
@@ -146,10 +157,6 @@ class _DirectQueue:
             inner._writer.send_bytes(message)
         except BrokenPipeError:
             pass  # no process reads the pipe any more: multiprocessing's thread drops the message as well
-        except OSError as problem:
-            # The message to end, from a loader that is collected together with its pipes: they may be closed first.
-            if obj is not None or problem.errno != errno.EBADF:
-                raise
         finally:
             inner._wlock.release()
         return True
@@ -158,18 +165,23 @@ class _DirectQueue:
 def _repeatable(message: Any) -> bool:
     """Whether it is a message of torch's loader (a number and a value) that can be pickled more than once."""
     if not isinstance(message, tuple) or len(message) != 2:
-        return message is None
+        return message is None or is_resume_message(message)
     value = message[1]
     if isinstance(value, list):  # indices of a batch; None for each sample of an IterableDataset
-        return not value or value[0] is None or isinstance(value[0], int)
-    return value is None or isinstance(value, (int, SentBatch))
+        return not value or value[0] is None or _is_integer(value[0])
+    return value is None or isinstance(value, SentBatch) or _is_integer(value)
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether it is an integer, also of numpy. A tensor is not: pickling it passes on a file descriptor."""
+    return isinstance(value, int) or (hasattr(type(value), "__index__") and not hasattr(value, "untyped_storage"))
 
 
 def _has_space(pipe: int) -> bool:
-    """Whether PIPE_BUF bytes can be written without delay."""
+    """Whether PIPE_BUF bytes can be written without delay; a closed descriptor is not taken for a pipe with space."""
     poll = select.poll()
     poll.register(pipe, select.POLLOUT)
-    return bool(poll.poll(0))
+    return any(not found & select.POLLNVAL for _, found in poll.poll(0))
 
 
 class LockFreeEvent:

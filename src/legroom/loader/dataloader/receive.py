@@ -312,16 +312,6 @@ def _received_slot(pid: int, fd: int, slot_id: int) -> ReceivedSlot:
     return received
 
 
-def mapped_slots() -> int:
-    """The number of slots that this process has mapped."""
-    return len(_slots)
-
-
-def sending_workers() -> list[int]:
-    """Process ids of the workers whose slots this process has mapped."""
-    return list(_workers)
-
-
 def forget_ended_workers() -> None:
     """Drop the slots of workers that have ended; they are unmapped when nothing uses them."""
     for worker in [worker for worker in list(_workers.values()) if worker.ended]:

@@ -71,10 +71,18 @@ def state_of(loader: Any, progress: Progress | None, iterable: bool, seeded: boo
             state["workers"] = {0: {"state": state_dict(), "then": then}}
     elif progress is not None and not progress.stateless and (begun or loader.persistent_workers):
         workers = progress.workers if begun else states_after(progress)
-        state["workers"] = {
-            number: {"state": pickle.loads(one.state), "then": list(one.then)} for number, one in workers.items()
-        }
+        state["workers"] = saved_workers(workers)
     return state
+
+
+def saved_workers(workers: Mapping[int, WorkerState]) -> dict[int, dict[str, Any]]:
+    """What is known of each worker, as a part of the loader's state."""
+    return {number: {"state": pickle.loads(one.state), "then": list(one.then)} for number, one in workers.items()}
+
+
+def read_workers(saved: Mapping[Any, Mapping[str, Any]]) -> dict[int, WorkerState]:
+    """The reverse."""
+    return {int(number): WorkerState(pickle.dumps(one["state"]), tuple(one["then"])) for number, one in saved.items()}
 
 
 def dataset_state_dict(dataset: Any) -> Callable[[], Any] | None:
@@ -124,15 +132,17 @@ def _check_resumable(loader: Any, progress: Progress, iterable: bool) -> None:
     )
 
 
-def check_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state; UsageError if ``state_dict`` did not return it."""
+def check_state(
+    state: Mapping[str, Any], version: object = VERSION, fields: Collection[str] = _FIELDS, what: str | None = None
+) -> dict[str, Any]:
+    """The state; UsageError if ``state_dict`` of a loader of that version did not return it."""
     try:
-        if str(state["version"]).startswith("share-"):
+        if version == VERSION and str(state["version"]).startswith("share-"):
             why = say("it is the state of a loader with share=, which has another order and other seeds")
-        elif state["version"] != VERSION:
-            why = say("its version is {found!r}, supported is {known}", found=state["version"], known=VERSION)
-        elif _FIELDS - state.keys():
-            why = say("it has no {names}", names=", ".join(sorted(_FIELDS - state.keys())))
+        elif state["version"] != version:
+            why = say("its version is {found!r}, supported is {known!r}", found=state["version"], known=version)
+        elif missing := set(fields) - state.keys():
+            why = say("it has no {names}", names=", ".join(sorted(missing)))
         elif int(state["yielded"]) >= 0 and isinstance(state["generators"], Mapping):
             return dict(state)
         else:
@@ -140,8 +150,9 @@ def check_state(state: Mapping[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         why = f"{problem!r}"
     raise UsageError(
-        say("this is not the state of a legroom.DataLoader"), why=why, fix=(say("pass what its state_dict() returned"),)
-    )
+        what or say("this is not the state of a legroom.DataLoader"), why=why,
+        fix=(say("pass what its state_dict() returned"),),
+    )  # fmt: skip
 
 
 def fit_state(loader: Any, state: dict[str, Any], iterable: bool) -> dict[str, Any]:

@@ -24,6 +24,19 @@ def workers(iterator: Any) -> list[BaseProcess] | None:
     return list(found) if isinstance(found, list) else None
 
 
+def workers_of_failed_start(problem: BaseException) -> list[BaseProcess]:
+    """The workers of the iterator in one of whose methods this was raised, when torch made it or began an epoch.
+
+    Empty if unknown: then torch's error is not explained.
+    """
+    trace = problem.__traceback__
+    # Not the frame that has caught it: f_locals would keep the exception there, and with it the workers.
+    while trace is not None and (trace := trace.tb_next) is not None:
+        if found := workers(trace.tb_frame.f_locals.get("self")):
+            return found
+    return []
+
+
 def drop_iterator(loader: Any) -> None:
     """Drop the iterator that a loader keeps for persistent workers, which ends them.
 
@@ -68,6 +81,14 @@ def all_requests_taken(iterator: Any) -> bool:
         return all(queue.empty() for queue in iterator._index_queues)
     except (AttributeError, OSError, TypeError):
         return False
+
+
+def is_resume_message(message: Any) -> bool:
+    """Whether torch tells persistent workers with it that an epoch begins.
+
+    False if unknown: then it goes through a queue's thread, and so do all later messages to that worker.
+    """
+    return type(message).__name__ == "_ResumeIteration" and type(message).__module__.startswith("torch.")
 
 
 def dataset_ended(iterator: Any) -> bool:

@@ -211,10 +211,10 @@ class Window:
 
     def charge(self, seconds: float) -> None:
         """So much time has passed: charge it to the trainers for which others wait, and let go of the slowest."""
-        blocking = self._blocking()
-        for member in self.members.values():
+        blocking = self.blocking()
+        for number, member in self.members.items():
             self._follow(member, seconds)
-            if member in blocking:
+            if number in blocking:
                 member.charged += seconds
                 if member.charged > member.patience:
                     member.inside, member.charged = False, 0.0
@@ -252,7 +252,7 @@ class Window:
         ahead = self._distance(self.head, position)
         return None if ahead is None else -ahead
 
-    def _blocking(self) -> list[GroupMember]:
+    def blocking(self) -> list[int]:
         """The trainers for which the oldest batch is kept, if the window is full and others wait for a new one.
 
         One that asks for that batch is about to get it, unless it does not read.
@@ -261,13 +261,8 @@ class Window:
         if not waiting or not self.entries or self.room():
             return []
         first = next(iter(self.entries))
-        return [one for one in self.members.values() if one.inside and (one.unread or not one.asking)
+        return [number for number, one in self.members.items() if one.inside and (one.unread or not one.asking)
                 and one.cursor is not None and one.cursor <= first]  # fmt: skip
-
-    def blocking(self) -> list[int]:
-        """The trainers for which others wait at this moment."""
-        found = self._blocking()
-        return [number for number, one in self.members.items() if one in found]
 
     def slow(self) -> list[int]:
         """The same, and those that are out."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,45 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 _LEFT = 10  # of the GPU's memory, this part stays free
-
-
-class RingGpu(Protocol):
-    """One GPU; tests have one in RAM."""
-
-    name: str
-    api: DriverApi
-
-    def why_no_ring(self) -> str | None:
-        """Why GPU memory cannot be shared, or None."""
-        ...
-
-    def upload(self, source: np.ndarray[Any, Any], address: int) -> None:
-        """Copy bytes from the host to a GPU address; they are there when this returns."""
-        ...
-
-    def private(self, like: torch.Tensor, address: int) -> torch.Tensor:
-        """Queue a copy of a tensor like this one, which is at a GPU address, into memory of this process."""
-        ...
-
-    def mark(self) -> Any:
-        """An object that covers the copies that are queued."""
-        ...
-
-    def done(self, mark: Any) -> bool:
-        """Whether those are done."""
-        ...
-
-    def own(self, tensor: Any) -> Any:
-        """A copy of a tensor of the host, or of a type with its methods, through pinned memory of this process."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until all copies are done."""
-        ...
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
-        ...
 
 
 class OnHost(NamedTuple):
@@ -99,7 +60,7 @@ class _Gone(Exception):
 class GpuBatches:
     """The batches of one trainer on its GPU."""
 
-    def __init__(self, gpu: RingGpu, store: Path) -> None:
+    def __init__(self, gpu: CudaGpu, store: Path) -> None:
         self.gpu, self.uuid = gpu, ""
         self.pid = os.getpid()
         self._store = store
@@ -248,7 +209,7 @@ def _bytes_at(address: int, nbytes: int) -> np.ndarray[Any, Any]:
     return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
 
 
-def gpu_of(device: object) -> RingGpu:
+def gpu_of(device: object) -> CudaGpu:
     """The GPU of the argument ``device``: "cuda", "cuda:1", 1 or a torch.device."""
     import torch
 

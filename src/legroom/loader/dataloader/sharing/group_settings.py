@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import ShareMismatch
+from legroom.errors import ShareMismatch, ShareUnsupported
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
     Orders,
@@ -37,7 +37,7 @@ from legroom.messages import say
 from legroom.version import VERSION
 
 _SAMPLE_SEED, _SAMPLES = 7, 3
-_CHILD_S = 60.0  # for three samples
+_CHILD_S = 180.0  # for three samples, of which the first may open files of a slow disk
 
 
 def group_key(name: str, sampler: Any, *, stream: bool = False) -> str:
@@ -62,6 +62,16 @@ def _hash(key: tuple[object, ...]) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()[:24]
 
 
+def index_sampler(loader: Any) -> Any:
+    """What decides the order: the batch sampler, or without automatic batching the sampler."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
+def own_collate(loader: Any) -> Any:
+    """The loader's collate function, without the transport."""
+    return loader.collate_fn.fn if isinstance(loader.collate_fn, SlotCollate) else loader.collate_fn
+
+
 def settings_of(loader: Any, orders: Orders | None, seed: int, fresh: Any = None) -> dict[str, str]:
     """What must be equal, by the name of the argument.
 
@@ -69,8 +79,7 @@ def settings_of(loader: Any, orders: Orders | None, seed: int, fresh: Any = None
     """
     import torch
 
-    collate = loader.collate_fn.fn if isinstance(loader.collate_fn, SlotCollate) else loader.collate_fn
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    sampler = index_sampler(loader)
     inner = getattr(sampler, "sampler", sampler)
     dataset = loader.dataset
     forks = fresh is None and start_method(loader.multiprocessing_context) == "fork"
@@ -82,7 +91,7 @@ def settings_of(loader: Any, orders: Orders | None, seed: int, fresh: Any = None
         "sampler": _type(inner),
         "batch_sampler": _type(sampler),
         "generator": f"seed {seed}",
-        "collate_fn": describe(collate),
+        "collate_fn": describe(own_collate(loader)),
         "worker_init_fn": describe(loader.worker_init_fn),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "samples": _in_child(partial(samples_digest, dataset)) if forks else samples_digest(fresh or dataset),
@@ -113,11 +122,19 @@ def samples_digest(dataset: Any) -> str:
 
 
 def _in_child(function: Callable[[], str]) -> str:
-    """The result of a function in a forked child, as a worker is: files that the dataset opens are not open here."""
+    """The result of a function in a forked child, as a worker is: files that the dataset opens are not open here.
+
+    Where there is no child, or it has crashed, the function runs here.
+    """
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in programs with threads: workers are forked too
-        pid = os.fork()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: workers are forked too
+            pid = os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        return function()
     if pid == 0:
         try:
             os.write(writer, function().encode())
@@ -127,7 +144,14 @@ def _in_child(function: Callable[[], str]) -> str:
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     try:
-        found = os.read(reader, 1 << 10).decode() if poll.poll(_CHILD_S * 1000) else ""
+        if not poll.poll(_CHILD_S * 1000):  # it would not end here either
+            raise ShareUnsupported(
+                say("batches cannot be shared: the dataset has not returned a sample"),
+                why=say("trainers of a group compare {count} samples. A forked process did not load them in "
+                        "{seconds:.0f} s", count=_SAMPLES, seconds=_CHILD_S),
+                fix=(say("without share=, timeout=60 shows where a worker waits"),),
+            )  # fmt: skip
+        found = os.read(reader, 1 << 10).decode()
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)  # it has ended, or hangs
@@ -199,12 +223,6 @@ def digest(value: Any) -> str:
     return _of(repr(list(leaves(value))).encode())
 
 
-def differing(one: Any, other: Any) -> list[str]:
-    """The paths of the parts in which two values differ."""
-    first, second = dict(leaves(one)), dict(leaves(other))
-    return [path for path in {**first, **second} if first.get(path) != second.get(path)]
-
-
 def describe(function: Any) -> str:
     """A text that is equal for equal functions, in different processes too."""
     if function is None:
@@ -220,9 +238,7 @@ def describe(function: Any) -> str:
         return f"{describe(function.__func__)} of {describe(function.__self__)}"
     if isinstance(function, (type, types.BuiltinFunctionType)):
         return f"{function.__module__}.{function.__qualname__}"
-    kind = type(function)
-    state = getattr(function, "__dict__", None)
-    return f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__qualname__} {digest(state)[:12]}"
+    return f"{_type(function)} {digest(getattr(function, '__dict__', None))[:12]}"
 
 
 def _code(function: types.FunctionType) -> str:
@@ -264,7 +280,7 @@ def _array(value: Any) -> str:
 
 def _other(value: Any, depth: int) -> str:
     """An object: an image by its pixels, others by their attributes."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("__mp_main__", "__main__")
+    kind = _type(value)
     if callable(pixels := getattr(value, "tobytes", None)) and hasattr(value, "size"):
         return _of(f"{kind} {getattr(value, 'mode', '')} {value.size}".encode() + pixels())
     if callable(value):

@@ -6,10 +6,10 @@ in this process; if the group does not come back within seconds, it starts worke
 
 from __future__ import annotations
 
-import pickle
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from legroom.advice.memory_need import SPARE
 from legroom.errors import BudgetTooSmall, WorkerDied
@@ -65,9 +65,11 @@ class _Workers:
         """The iterator that has the workers; None if there are none."""
         return self._inner
 
-    @property
-    def workers_running(self) -> bool:
-        return self._inner is not None
+    def another(self) -> Self:
+        """The same, with workers of its own."""
+        made = copy.copy(self)
+        made.rejoined()
+        return made
 
     def start(self, position: Position) -> None:
         """Start workers at a position."""
@@ -91,6 +93,10 @@ class _Workers:
 
     def end_epoch(self) -> None:
         """The epoch is over, or was left."""
+        self.stop()
+
+    def rejoined(self) -> None:
+        """The group has the batches again: end the workers."""
         self.stop()
 
     def stop(self) -> None:
@@ -120,7 +126,6 @@ class OwnBatches(_Workers):
         fresh: Callable[[], Any] | None = None, *, persistent: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._given = dataset, batched, collate_fn, orders, start, fresh
         self._dataset, self._collate, self._orders = SeededDataset(dataset, batched), collate_fn, orders
         self._start_loader, self._batched = start, batched
         self._fresh = fresh  # a copy of the dataset from before it was used; None where there is none
@@ -131,12 +136,6 @@ class OwnBatches(_Workers):
         self._bytes = 0  # of the last batch that was made here
         self._since: float | None = None  # when the first of these batches was made
         self._count = 0
-
-    def another(self) -> OwnBatches:
-        """The same, with workers of its own."""
-        made = OwnBatches(*self._given, persistent=self._persistent)
-        made._used_here = self._used_here
-        return made
 
     def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
         """The batch at a position.
@@ -198,8 +197,8 @@ class OwnBatches(_Workers):
         self._inner = None
         if self._loader is None:
             dataset = self._dataset
-            if self._used_here and self._fresh is not None and (copy := self._fresh()) is not None:
-                dataset = SeededDataset(copy, self._batched)
+            if self._used_here and self._fresh is not None and (fresh := self._fresh()) is not None:
+                dataset = SeededDataset(fresh, self._batched)
             self._rest = RestOfEpoch(self._orders, position)
             self._loader = self._start_loader(dataset, batch_sampler=self._rest, persistent_workers=self._persistent)
         assert self._rest is not None
@@ -234,20 +233,15 @@ class OwnStream(_Workers):
         self, dataset: Any, batch_size: int | None, drop_last: bool, num_workers: int, seed: int, start: StartLoader
     ) -> None:
         super().__init__()
-        self._given = dataset, batch_size, drop_last, num_workers, seed, start
         self._dataset, self._start_loader = dataset, start
         self._seed, self._size, self._drop_last, self._num_workers = seed, batch_size, drop_last, num_workers
         self.progress = self.new_progress((0, 0))  # the states of the workers after the last batch
-
-    def another(self) -> OwnStream:
-        """The same, with workers of its own."""
-        return OwnStream(*self._given)
 
     def new_progress(self, position: Position, state: StreamState | None = None) -> Progress:
         """What is known at a position: nothing, or a state that was taken there."""
         turn, workers = (0, {}) if state is None else state
         return Progress({}, position[1], batch_size=self._size, num_workers=self._num_workers, turn=turn,
-                        workers={number: WorkerState(*one) for number, one in workers.items()})  # fmt: skip
+                        workers=dict(workers))  # fmt: skip
 
     def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
         """The batch at a position; StopIteration at the end of the epoch."""
@@ -259,43 +253,25 @@ class OwnStream(_Workers):
         return batch
 
     def start(self, position: Position) -> None:
-        """Start workers at a position, with the states that are known there."""
-        self._inner = stream_epoch(
-            self._start_loader, self._dataset, position, stream_state(self.progress), seed=self._seed,
-            batch_size=self._size, drop_last=self._drop_last, num_workers=self._num_workers,
-        )  # fmt: skip
-        self._next = position
+        """Start workers for the rest of an epoch, with the states that are known at this position."""
+        import torch
 
-    def rejoined(self) -> None:
-        """The group has the batches again: end the workers."""
-        self.stop()
+        epoch, number = position
+        seeded = SeededStream(self._dataset, self._seed, epoch, self._size)
+        generator = torch.Generator().manual_seed(self._seed ^ epoch)  # of the workers' seeds, the same everywhere
+        loader = self._start_loader(seeded, batch_size=self._size, drop_last=self._drop_last, generator=generator)
+        if number:
+            loader.load_state_dict({
+                "version": resume.VERSION, "begun": True, "yielded": number, "beyond": [], "batch_size": self._size,
+                "num_workers": self._num_workers, "generators": {}, "seeded": False, "lasting": False,
+                "turn": self.progress.turn, "workers": resume.saved_workers(self.progress.workers),
+            })  # fmt: skip
+        self._inner, self._next = iter(loader), position
 
 
-StreamState = tuple[int, Mapping[int, tuple[bytes, tuple[str, ...]]]]  # whose turn it is; what is known of each worker
+StreamState = tuple[int, Mapping[int, WorkerState]]  # whose turn it is; what is known of each worker
 
 
 def stream_state(progress: Progress) -> StreamState:
     """The state, to be sent to another process."""
-    return progress.turn, {number: (one.state, one.then) for number, one in progress.workers.items()}
-
-
-def stream_epoch(
-    start: StartLoader, dataset: Any, position: Position, state: StreamState, *, seed: int, batch_size: int | None,
-    drop_last: bool, num_workers: int,
-) -> Any:  # fmt: skip
-    """The rest of an epoch of an IterableDataset, by new workers."""
-    import torch
-
-    epoch, number = position
-    seeded = SeededStream(dataset, seed, epoch, batch_size)
-    generator = torch.Generator().manual_seed(seed ^ epoch)  # of the seeds that workers get, the same everywhere
-    loader = start(seeded, batch_size=batch_size, drop_last=drop_last, generator=generator)
-    if number:
-        turn, workers = state
-        loader.load_state_dict({
-            "version": resume.VERSION, "begun": True, "yielded": number, "beyond": [], "batch_size": batch_size,
-            "num_workers": num_workers, "generators": {}, "seeded": False, "lasting": False, "turn": turn,
-            "workers": {worker: {"state": pickle.loads(one), "then": list(then)}
-                        for worker, (one, then) in workers.items()},
-        })  # fmt: skip
-    return iter(loader)
+    return progress.turn, dict(progress.workers)

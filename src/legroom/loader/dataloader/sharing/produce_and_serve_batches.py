@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from legroom.cache.store_free_space import memory_bounds, tightest
@@ -144,7 +145,7 @@ class Producer:
         self._killed_at: Position | None = None  # workers died when this batch was next
         self._deaths = 0  # so often
         self._sized = 0  # bytes of the batch that the window was sized for
-        self._workers: list[int] = []
+        self._workers: list[BaseProcess] = []
         self._alone_since = time.monotonic()
         self._ending = False
         os.register_at_fork(after_in_child=self._listening.close)
@@ -247,7 +248,7 @@ class Producer:
             self._epoch = iter(self._loader)
         handler = signal.signal(signal.SIGCHLD, self._sigchld)
         self._torch_sigchld = self._torch_sigchld or handler  # torch sets its handler once
-        self._workers = [one.pid for one in workers(self._epoch) or () if one.pid is not None]
+        self._workers = workers(self._epoch) or []
 
     def _sigchld(self, number: int, frame: Any) -> None:
         """torch raises in its handler, wherever the main thread is; here only while it waits for a batch."""
@@ -353,11 +354,8 @@ class Producer:
 
     def _end_workers(self) -> None:
         """End the workers at once; their slots are never written again."""
-        for pid in self._workers:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        for process in self._workers:
+            process.kill()  # not by pid: one that has ended may have been waited for, and its pid be another process's
         self._workers = []
         loader, self._loader, self._epoch = self._loader, None, None
         if self.stream is not None:
@@ -403,7 +401,7 @@ class Producer:
             if now > trainer.told + _HEARTBEAT_S:
                 trainer.told = now
                 slow = [self.trainers[one].pid for one in self.window.blocking()]
-                self._send(number, "wait", position, os.getpid(), self._workers, slow)
+                self._send(number, "wait", position, os.getpid(), self._pids, slow)
         else:
             self._send(number, "miss", position)
 
@@ -500,11 +498,12 @@ class Producer:
 
     def _tell_if_alone(self, now: float) -> None:
         """A trainer that has been the only one for a while does not need this process."""
-        if len(self.trainers) != 1:
+        members = self._members
+        if len(members) != 1:
             self._alone_since = now
         elif now > self._alone_since + _ALONE_S:
             self._alone_since = now
-            self._send(next(iter(self.trainers)), "alone")
+            self._send(members[0], "alone")
 
     def _accept(self) -> None:
         try:
@@ -550,7 +549,7 @@ class Producer:
         elif kind == "at" and trainer.member:
             self.rings.skip(number)
             window.move(number, tuple(given[0]))
-        elif kind == "alone" and len(self.trainers) == 1:
+        elif kind == "alone" and self._members == [number]:
             self._ending = True  # it continues by itself; what it holds stays mapped there
         elif kind in ("leave", "alone") and trainer.member:
             window.members[number].cursor, window.members[number].inside = None, False
@@ -564,11 +563,20 @@ class Producer:
                 if entry.serial == given[0] and entry.content.slot is not None:
                     entry.content.slot.retire = True
 
+    @property
+    def _pids(self) -> list[int | None]:
+        return [process.pid for process in self._workers]
+
+    @property
+    def _members(self) -> list[int]:
+        """The trainers; another connection may ask for the status alone."""
+        return [number for number, one in self.trainers.items() if one.member]
+
     def status(self) -> dict[str, Any]:
         """What `legroom cache list` and `legroom watch` show."""
         window, slow = self.window, self.window.slow()
         return {
-            "name": self.recipe.name, "producer": os.getpid(), "workers": self._workers,
+            "name": self.recipe.name, "producer": os.getpid(), "workers": self._pids,
             "position": list(window.head), "batches": len(window.entries), "most_batches": window.most,
             "bytes": sum(entry.nbytes for entry in window.entries.values()),
             "gpus": self.rings.status(),

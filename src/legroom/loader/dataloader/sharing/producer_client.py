@@ -124,9 +124,15 @@ class Group:
             return
         self.files = GroupFiles(group_folder(), group_key(recipe.name, recipe.sampler, stream=recipe.stream))
         lock = None if self._find() else self.files.stand_alone()
-        if (lock is None and self.connection is None) or recipe.method != "fork":
-            self._pickle()  # before a sample is loaded: a dataset may open its files then
         try:
+            if (lock is None and self.connection is None) or recipe.method != "fork":
+                try:
+                    self._pickle()  # before a sample is loaded: a dataset may open its files then
+                except OSError as problem:  # no memory for it
+                    self._make_own(problem)
+                    if lock is not None:
+                        self.files.release_alone(lock)
+                    return
             recipe.settings = settings(None if recipe.method == "fork" else self.fresh_dataset())
             if lock is not None:
                 self._stand_alone(lock)
@@ -151,9 +157,9 @@ class Group:
     def _stand_alone(self, lock: Lock) -> None:
         self._alone = weakref.finalize(self, self.files.release_alone, lock)  # also at exit
         self._was_member = True  # one that has begun is not stopped by those that come later
-        self.files.describe_alone(
-            lock, {"name": self.name, "pid": os.getpid(), "command": _command(), "settings": self._recipe.settings}
-        )
+        about = {"name": self.name, "pid": os.getpid(), "command": _command(), "settings": self._recipe.settings}
+        with contextlib.suppress(OSError):  # without space, those that come later compare nothing with it
+            self.files.describe_alone(lock, about)
 
     def _end_alone(self) -> None:
         if self._alone is not None:
@@ -230,12 +236,15 @@ class Group:
         except (Unpicklable, OSError) as problem:
             if not self._was_member and isinstance(problem, Unpicklable):
                 raise
-            self.unavailable = str(problem)
-            _log.warning(
-                say("share={name!r}: this trainer makes its batches itself: {why}", name=self.name, why=problem)
-            )
+            self._make_own(problem)
             return False
         return self._greet(connection, started=True)
+
+    def _make_own(self, problem: Exception) -> None:
+        """Make all further batches in this trainer."""
+        self.unavailable = str(problem)
+        _log.warning(say("share={name!r}: this trainer makes its batches itself: {why}", name=self.name, why=problem))
+        self._lost()
 
     def _lost(self) -> None:
         """The producer is gone, or left. The connection is closed when no batch of it is held any more."""
@@ -394,11 +403,17 @@ class Group:
         if message[0] != "batch":
             return message
         _, position, serial, slot_id, new, body = message
-        if new:
-            self.slots.add(slot_id, fds.pop(0))
-        if body is None:
-            with open(fds.pop(0), "rb") as file:
-                body = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+        try:
+            if new:
+                self.slots.add(slot_id, fds.pop(0))
+            if body is None:
+                with open(fds.pop(0), "rb") as file:
+                    body = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+        except OSError as problem:  # no memory, or too many mappings
+            for fd in fds:
+                os.close(fd)
+            self._make_own(problem)
+            raise Closed from problem
         return "batch", position, serial, None if slot_id is None else self.slots.find(slot_id), body
 
     def claim(self, serial: int, nbytes: int) -> ClaimAnswer | None:

@@ -15,12 +15,11 @@ from typing import Any
 
 from legroom.errors import ShareUnsupported, UsageError, WorkerDied
 from legroom.loader.dataloader import resume
-from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.pin_memory import pin_batch
 from legroom.loader.dataloader.sharing import copy_batches_to_gpu
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import group_folder
-from legroom.loader.dataloader.sharing.group_settings import settings_of
+from legroom.loader.dataloader.sharing.group_settings import index_sampler, own_collate, settings_of
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches, OwnStream, StreamState, stream_state
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
     Orders,
@@ -33,7 +32,6 @@ from legroom.loader.dataloader.sharing.producer_client import Group
 from legroom.loader.dataloader.sharing.start_producer_process import PRODUCER_VARIABLE, Recipe, loader_class
 from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
-from legroom.system.argument_checks import check_choice
 
 STATE_VERSION = "share-1"
 ON_SLOW = ("own", "wait")
@@ -46,7 +44,6 @@ class Sharing:
     """What a loader with ``share=`` knows of its group. It does not hold the loader: with that, the lease ends."""
 
     def __init__(self, loader: Any, name: str, on_slow: str) -> None:
-        check_choice("on_slow", on_slow, ON_SLOW)
         _check_supported(loader, name, on_slow)
         self.name = name
         self.patience = _PATIENCE_S if on_slow == "own" else float(loader.timeout)
@@ -136,7 +133,7 @@ class Sharing:
         if self._orders is not None:
             held = weakref.ref(group)
             self._own = OwnBatches(
-                loader.dataset, loader.batch_sampler is not None, _collate(loader), self._orders,
+                loader.dataset, loader.batch_sampler is not None, own_collate(loader), self._orders,
                 _ordinary_loader(loader), lambda: None if (one := held()) is None else one.fresh_dataset(),
                 persistent=bool(loader.persistent_workers),
             )  # fmt: skip
@@ -173,8 +170,7 @@ class Sharing:
         stream: dict[str, Any] = {}
         if self._stream:
             turn, workers = self._state or (self._stream_state() if begun and self._own is not None else (0, {}))
-            known = {at: {"state": pickle.loads(one), "then": list(then)} for at, (one, then) in workers.items()}
-            stream = {"num_workers": loader.num_workers, "turn": turn, "workers": known}
+            stream = {"num_workers": loader.num_workers, "turn": turn, "workers": resume.saved_workers(workers)}
         return {
             "version": STATE_VERSION, "begun": begun, "epoch": epoch, "yielded": yielded,
             "seed": self.seed, "batch_size": loader.batch_size, "generators": states, "seeded": self._seeded, **stream,
@@ -182,18 +178,9 @@ class Sharing:
 
     def load_state_dict(self, loader: Any, state: Mapping[str, Any]) -> None:
         """Begin the next epoch where the state was taken, in the order of its group."""
-        why, fields = None, _FIELDS | (_STREAM_FIELDS if self._stream else set())
-        if state.get("version") != STATE_VERSION:
-            why = say(
-                "its version is {found!r}, supported is {known!r}", found=state.get("version"), known=STATE_VERSION
-            )
-        elif fields - state.keys():
-            why = say("it has no {names}", names=", ".join(sorted(fields - state.keys())))
-        if why is not None:
-            raise UsageError(
-                say("this is not the state of a legroom.DataLoader with share="), why=why,
-                fix=(say("pass what its state_dict() returned"),),
-            )  # fmt: skip
+        fields = _FIELDS | (_STREAM_FIELDS if self._stream else set())
+        what = say("this is not the state of a legroom.DataLoader with share=")
+        state = resume.check_state(state, STATE_VERSION, fields, what)
         if state["begun"] and state["batch_size"] != loader.batch_size:
             raise UsageError(
                 say("cannot resume with batch_size={now}", now=loader.batch_size),
@@ -202,8 +189,7 @@ class Sharing:
             )
         if self._stream:
             resume.fit_state(loader, dict(state), iterable=True)
-            known = {int(at): (pickle.dumps(one["state"]), tuple(one["then"])) for at, one in state["workers"].items()}
-            self._state = int(state["turn"]), known
+            self._state = int(state["turn"]), resume.read_workers(state["workers"])
         resume.restore_generators(loader, state["generators"])
         if state["seed"] != self.seed:
             self.seed, self._settings = int(state["seed"]), None
@@ -274,7 +260,7 @@ class SharedEpoch:
         try:
             # Without slots, an iterator of before was deleted meanwhile, and found that the producer has ended.
             if answer is None or self._group.slots is None:
-                batch, pinned = self._made_here(position), self._own.workers_running
+                batch, pinned = self._made_here(position), self._own.workers is not None
             else:
                 batch, pinned = self._received(answer), False
         except StopIteration:  # of an IterableDataset
@@ -302,7 +288,7 @@ class SharedEpoch:
     def _made_here(self, position: Position) -> Any:
         current = self._sharing.is_current(self)
         alone = self._group.alone or not current
-        if self._own.workers_running and self._group.coming:
+        if self._own.workers is not None and self._group.coming:
             self._own.stop()  # a group will make the batches
         return self._own.make(position, alone=alone, expected=self._group.expected and current)
 
@@ -361,15 +347,6 @@ def is_stream(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def index_sampler(loader: Any) -> Any:
-    """What decides the order: the batch sampler, or without automatic batching the sampler."""
-    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-
-
-def _collate(loader: Any) -> Any:
-    return loader.collate_fn.fn if isinstance(loader.collate_fn, SlotCollate) else loader.collate_fn
-
-
 def _of_torch(sampler: Any) -> bool:
     """Whether it and those within it are torch's samplers: their length is the same in every epoch."""
     return all(type(one).__module__.startswith("torch.utils.data") for one in samplers(sampler))
@@ -385,7 +362,7 @@ def _recipe(sharing: Sharing, loader: Any) -> Recipe:
 
     return Recipe(
         name=sharing.name, settings={}, seed=sharing.seed, dataset=loader.dataset, sampler=index_sampler(loader),
-        batched=loader.batch_sampler is not None, generator=loader.generator, collate_fn=_collate(loader),
+        batched=loader.batch_sampler is not None, generator=loader.generator, collate_fn=own_collate(loader),
         worker_init_fn=loader.worker_init_fn, num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor,
         timeout=loader.timeout, method=start_method(loader.multiprocessing_context), memory_budget=loader.memory_budget,
         persistent_workers=bool(loader.persistent_workers), dtype=str(torch.get_default_dtype()),
@@ -398,7 +375,7 @@ def _ordinary_loader(loader: Any) -> Callable[..., Any]:
     import torch
 
     arguments = {
-        "num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor, "collate_fn": _collate(loader),
+        "num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor, "collate_fn": own_collate(loader),
         "timeout": loader.timeout, "worker_init_fn": loader.worker_init_fn, "memory_budget": loader.memory_budget,
         "multiprocessing_context": loader.multiprocessing_context,
         "pin_memory": loader.pin_memory or loader.device is not None,

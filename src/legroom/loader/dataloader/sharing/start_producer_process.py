@@ -7,6 +7,7 @@ CUDA: locks of other threads would stay locked, and CUDA does not survive a fork
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -182,9 +183,10 @@ def _keep_only(log: int, *others: int) -> None:
     os.dup2(nothing, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    kept = sorted({0, 1, 2, *others})
-    for first, last in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(first + 1, last)
+    for fd in map(int, os.listdir("/proc/self/fd")):  # not up to the limit, which may have been lowered
+        if fd not in (0, 1, 2, *others):
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(fd)
 
 
 # What cannot be pickled
