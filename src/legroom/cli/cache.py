@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from legroom.cli.options import (
-    DURATION,
+    DURATION_WITH_UNIT,
     SIZE,
     EntryName,
     backing_option,
@@ -205,7 +205,12 @@ def _confirmed(found: Reaped) -> bool:
     help="Remove entries that are not in use, least recently used first, until both /dev/shm "
     "and the disk of the cache have SIZE free.",
 )
-@click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
+@click.option(
+    "--older",
+    type=DURATION_WITH_UNIT,
+    metavar="TIME",
+    help="Remove entries not used for this long: 7d, 12h or 30m (minutes). The unit is required.",
+)
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
 @json_option
