@@ -61,8 +61,8 @@ from legroom.records.workload import Plan
     "--share",
     is_flag=True,
     help="Do not predict memory. Test whether several runs can share one set of workers, for which all must load the "
-    "same batches: load them in two processes and list those that differ, for example because the dataset "
-    "takes random numbers from a generator of its own. Needs --dataset.",
+    "same batches: load them in two processes and list those that differ, for example because of unseeded random "
+    "augmentation. Needs --dataset.",
 )
 @timeout_option
 @click.option(

@@ -35,7 +35,7 @@ _NONE = "-"
 @click.option(
     "--out",
     metavar="FILE",
-    help='File for the chart, ending in .png or .svg (default: ./legroom-demo.png, or .svg without the extra "plot").',
+    help="File for the chart, ending in .png or .svg (default: ./legroom-demo.png, or .svg without matplotlib).",
 )
 @click.option("--keep", is_flag=True, help="Keep the directory with data, logs and checkpoints.")
 @click.option("--no-torch", is_flag=True, help="Train with numpy and leave out the DataLoaders.")

@@ -150,9 +150,8 @@ _COUNT_OF_1: dict[str, Any] = {**_COUNT_OF, "type": AT_LEAST_1}
 _SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
 _OPTIONS = (
     click.option("--data", metavar="FILE",
-                 help="Data file or directory; one row is one sample. HDF5, Zarr, .npy, .npz, Parquet, Arrow, "
-                      "safetensors, .pt (torch.save), tar, MDS, LMDB, Megatron, a folder of images, or a saved Hugging "
-                      "Face dataset."),
+                 help="Data file; one row is one sample. HDF5, Zarr, .npy, .npz, Parquet, Arrow, safetensors or .pt "
+                      "(torch.save)."),
     click.option("--keys", metavar="NAME,…", help="Use only these arrays or columns of the file (with --data)."),
     click.option("--sample-bytes", **_SIZE_OF, help="Size of one sample, for example 600KB (instead of --data)."),
     click.option("--workers", **_COUNT_OF, default=0, help="num_workers of the DataLoader."),

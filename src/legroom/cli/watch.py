@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option(
     "--plot",
     metavar="FILE",
-    help='Write a chart to FILE at the end; FILE must end in .png (needs the extra "plot"), .svg or .html.',
+    help="Write a chart to FILE at the end; FILE must end in .png (needs matplotlib), .svg or .html.",
 )
 @click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option(
@@ -92,7 +92,7 @@ def command(
     an alarm when something is nearly full or will be full soon, when memory is
     being swapped, and after an OOM kill. Runs until Ctrl-C. With --pid, it also
     stops when that process and its children have exited. The output is full
-    screen on a terminal (with the extra "watch"), and plain lines elsewhere.
+    screen on a terminal (with the package textual), and plain lines elsewhere.
     """
     from legroom.monitor.watch_in_script import checked_interval
     from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically
