@@ -56,7 +56,8 @@ def command() -> None:
 @click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
 @backing_option
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
-              help="Hash function that identifies the source file; blake3 and xxh3 need the package blake3 or xxhash.")  # fmt: skip
+              help="Hash function that identifies the source file; blake3 and xxh3 need the package blake3 or "
+                   "xxhash.")  # fmt: skip
 @click.option(
     "--no-evict", is_flag=True, help="Do not remove unused entries to make room; fail with error no-room instead."
 )
