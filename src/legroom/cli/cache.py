@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from legroom.cli.option_names import in_options
 from legroom.cli.options import (
-    DURATION,
+    DURATION_WITH_UNIT,
     SIZE,
     EntryName,
     backing_option,
@@ -23,7 +24,8 @@ from legroom.cli.options import (
     require_options,
     revalidate_option,
 )
-from legroom.cli.text_layout import Draw, paragraph, print_result, progress_bars
+from legroom.cli.text_layout import Draw, error_columns, error_text, paragraph, print_result, progress_bars, row
+from legroom.errors import LegroomError
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
 from legroom.remote.remote_object import without_credentials
@@ -54,7 +56,8 @@ def command() -> None:
 @click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
 @backing_option
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
-              help="Hash function that identifies the source file.")  # fmt: skip
+              help="Hash function that identifies the source file; blake3 and xxh3 need the package blake3 or "
+                   "xxhash.")  # fmt: skip
 @click.option(
     "--no-evict", is_flag=True, help="Do not remove unused entries to make room; fail with error no-room instead."
 )
@@ -76,40 +79,62 @@ def load(
     no_wait: bool,
     revalidate: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Load files into the cache.
 
     FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need more packages: pip install
-    aiohttp fsspec s3fs. An interrupted download continues where it stopped.
+    aiohttp fsspec s3fs. An interrupted download continues where it stopped. If a file cannot be loaded, the others
+    are, and the exit status is that of the error.
     """
     from legroom.loader.batches.legroom_open import open as open_data
 
+    groups = [list(files)] if join else [[name] for name in files]
     loaded: list[dict[str, Any]] = []
-    for group in [list(files)] if join else [[name] for name in files]:
+    failed: list[tuple[str, LegroomError]] = []
+    for group in groups:
         label = without_credentials(group[0])
         if len(group) > 1:
             label = say("{first} and {count} more", first=label, count=len(group) - 1)
         started = time.perf_counter()
-        with progress_bars() as draw:
-            bar = Bar(label, draw)
-            opened = open_data(
-                group if join else group[0],
-                names(keys),
-                backing=backing,
-                hash=algorithm,
-                dtype=dtype,
-                evict=not no_evict,
-                wait=not no_wait,
-                progress=bar.told,
-                revalidate=revalidate,
-            )
+        try:
+            with progress_bars() as draw:
+                bar = Bar(label, draw)
+                opened = open_data(
+                    group if join else group[0],
+                    names(keys),
+                    backing=backing,
+                    hash=algorithm,
+                    dtype=dtype,
+                    evict=not no_evict,
+                    wait=not no_wait,
+                    progress=bar.told,
+                    revalidate=revalidate,
+                )
+        except LegroomError as error:
+            if len(groups) == 1:
+                raise
+            failed.append((label, _refused(error, failed)))
+            continue
         with opened as data:
             seconds = time.perf_counter() - started
             loaded.append(entry_object(data.info) | {"seconds": seconds, "built": bar.moved})
             if not as_json:
-                click.echo(loaded_line(data.info, seconds, built=bar.moved))
+                click.echo(row(loaded_line(data.info, seconds, built=bar.moved)))
     if as_json:
-        print_result(True, "cache.load", lambda: {"entries": loaded}, str)
+        errors = [{"source": name, **error.as_dict()} for name, error in failed]
+        told = {"error": failed[0][1].as_dict(), "errors": errors} if failed else {}
+        print_result(True, "cache.load", lambda: {"entries": loaded, **told}, str)
+    elif failed:
+        click.echo(say("loaded {count} of {all} files", count=len(loaded), all=len(groups)))
+    return max((error.exit_status for _, error in failed), default=0)
+
+
+def _refused(error: LegroomError, before: Sequence[tuple[str, LegroomError]]) -> LegroomError:
+    """The error with the options of the command, printed unless one before it said the same."""
+    in_options(error, click.get_current_context().command)
+    if str(error) not in (str(one) for _, one in before):
+        click.echo(error_text(error, error_columns()), err=True)
+    return error
 
 
 @command.command("list")
@@ -205,7 +230,12 @@ def _confirmed(found: Reaped) -> bool:
     help="Remove entries that are not in use, least recently used first, until both /dev/shm "
     "and the disk of the cache have SIZE free.",
 )
-@click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
+@click.option(
+    "--older",
+    type=DURATION_WITH_UNIT,
+    metavar="TIME",
+    help="Remove entries not used for this long: 7d, 12h or 30m (minutes). The unit is required.",
+)
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
 @json_option
@@ -236,7 +266,7 @@ def verify(what: tuple[str, ...], no_source: bool, as_json: bool) -> int:
     results = check(what or None, source=not no_source)
     print_result(
         as_json, "cache.verify", lambda: {"entries": [verified_object(result) for result in results]},
-        lambda: "\n".join(map(verified_line, results)) or say("the cache is empty"),
+        lambda: "\n".join(row(verified_line(result)) for result in results) or say("the cache is empty"),
     )  # fmt: skip
     return 0 if all(result.whole and result.source != "changed" for result in results) else 1
 
@@ -315,10 +345,10 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     """One entry: file, digest, arrays with their sizes, processes that use it."""
     lines = [_source(entry)]
     if entry.damaged is not None:
-        lines += [f"  {entry.key}", say("  damaged: {why}", why=entry.damaged)]
+        lines += [f"  {entry.key}", row(say("  damaged: {why}", why=entry.damaged))]
         return "\n".join(lines)
     if entry.unreadable is not None:
-        lines += [f"  {entry.key}", say("  cannot be read: {why}", why=entry.unreadable)]
+        lines += [f"  {entry.key}", row(say("  cannot be read: {why}", why=entry.unreadable))]
         return "\n".join(lines)
     lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
     if entry.key != entry.digest:
@@ -336,7 +366,7 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
         rows = counted(table.rows, phrase("{count} row"), phrase("{count} rows"))
         told = say("{name}: {why}", name=rows, why=listed(map(shown, table.columns)))
         lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
-    lines.append("  " + _state(entry))
+    lines.append(paragraph(_state(entry), "  ", "    "))
     for user in entry.users or ():
         own = size_or_unknown(user.privatised)
         lines.append(
@@ -440,8 +470,8 @@ def reaped_object(gone: Reaped) -> dict[str, Any]:
 def reaped_text(gone: Reaped) -> str:
     """What was removed, as text."""
     verb = say("would remove") if gone.dry_run else say("removed")
-    lines = [f"{verb} {_named(entry)}" for entry in gone.entries]
-    lines += [say("kept {name}: in use", name=_named(entry)) for entry in gone.kept]
+    lines = [row(f"{verb} {_named(entry)}") for entry in gone.entries]
+    lines += [row(say("kept {name}: in use", name=_named(entry))) for entry in gone.kept]
     lines += map(_not_loaded, gone.missing)
     told = say(
         "{verb} {entries} and {leftovers}",
@@ -465,7 +495,7 @@ def reaped_text(gone: Reaped) -> str:
 
 
 def _not_loaded(name: str) -> str:
-    return say("{what}: not loaded", what=shown(without_credentials(name)))
+    return row(say("{what}: not loaded", what=shown(without_credentials(name))))
 
 
 def _named(entry: Entry) -> str:

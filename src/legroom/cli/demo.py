@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from legroom.cli.language_and_streams import for_drawing
-from legroom.cli.text_layout import elide, width
+from legroom.cli.text_layout import elide, remark_text, width
 from legroom.errors import EXIT_USAGE
 from legroom.messages import cells, fill, left, listed, right, say
 from legroom.units import format_duration, format_size, size_or_unknown
@@ -32,7 +32,11 @@ _NONE = "-"
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Use less data and fewer rounds: faster, with less precise figures.")
-@click.option("--out", metavar="FILE", help="File for the chart, ending in .png or .svg (default: ./legroom-demo.png).")
+@click.option(
+    "--out",
+    metavar="FILE",
+    help="File for the chart, ending in .png or .svg (default: ./legroom-demo.png, or .svg without matplotlib).",
+)
 @click.option("--keep", is_flag=True, help="Keep the directory with data, logs and checkpoints.")
 @click.option("--no-torch", is_flag=True, help="Train with numpy and leave out the DataLoaders.")
 @click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
@@ -78,7 +82,7 @@ def _status(unwritten: str | None) -> int:
     """The exit status; says first why the chart is missing."""
     if unwritten is None:
         return 0
-    click.echo(f"legroom: {unwritten}", err=True)
+    click.echo(remark_text(unwritten), err=True)
     return EXIT_USAGE
 
 
@@ -239,6 +243,10 @@ def table_rows(result: Mapping[str, Any]) -> list[Row]:
         note = say("the runs could not be measured together")
     else:
         note = say("{times} times less (PSS)", times=ratio(separate / shared))
+        programs = shared - result["data_bytes"]
+        if programs > result["data_bytes"]:  # few data: the ratio says little about the runs of a user
+            note = say("{note}; {size} of both are Python and {engine}, not data",
+                       note=note, size=format_size(programs), engine=result["engine"])  # fmt: skip
     sizes = (size_or_unknown(size) for size in (separate, shared))
     rows: list[Row] = [(say("memory of {count} training runs", count=count), *sizes, note)]
     at_once = (format_duration(opening[key]) for key in ("plain_at_once", "at_once"))

@@ -57,15 +57,27 @@ language_option = click.option(
 )
 
 
-def apply_language(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> None:
-    """Switch to the language of --lang before the line is parsed, so that usage errors are in it too."""
+def apply_language(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> str | None:
+    """Switch to the language of --lang before the line is parsed, so that usage errors are in it too.
+
+    Returns why the output is in another language than that of --lang; None if it is not.
+    """
+    dropped = None
     name_asked, met = asked_for(command, arguments, name)
     language = messages.known(name_asked or "")
     if language is not None:
         messages.speak(language)
         fall_back_to_english(as_json=as_json)
+        if messages.language() != language:
+            encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+            dropped = say(
+                "--lang {name} has no effect: the encoding of standard output, {encoding}, lacks its characters; set "
+                "PYTHONIOENCODING=utf-8",
+                name=language, encoding=encoding,
+            )  # fmt: skip
     for context in met:
         _translate_help_option(context)
+    return dropped
 
 
 def _translate_help_option(context: click.Context) -> None:

@@ -142,7 +142,11 @@ def run(arguments: list[str]) -> int:
     escape_unencodable()
     fall_back_to_english(as_json=as_json)
     translate_click()  # in English too: gettext would search the disk for catalogues that click does not have
-    apply_language(cli, arguments, "legroom", as_json=as_json)
+    dropped = apply_language(cli, arguments, "legroom", as_json=as_json)
+    if dropped is not None and "--quiet" not in own:
+        from legroom.cli.text_layout import remark_text
+
+        click.echo(remark_text(dropped), err=True)
     translate(cli)
     try:
         status = _run_command(arguments, as_json=as_json)

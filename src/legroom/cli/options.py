@@ -5,6 +5,7 @@ Also refuses options that would have no effect beside others, or without them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,22 @@ def _size(text: Any) -> int:
     return size
 
 
+def _duration_with_unit(text: Any) -> float:
+    """A duration for a command that removes data: a number without a unit is refused, since 7 may mean days."""
+    duration = parse_duration(text)
+    bare = re.search(r"[0-9.]+$", str(text).strip())
+    if bare is not None and isinstance(text, str) and duration > 0:
+        number = bare[0]
+        raise UsageError(
+            say("{number} has no unit", number=number),
+            fix=(say("write {number}d for days, or {number}s for seconds", number=number),),
+        )
+    return duration
+
+
 SIZE = Measure("size", _size)
-DURATION = Measure("duration", parse_duration)
+DURATION = Measure("duration", parse_duration)  # a bare number is seconds
+DURATION_WITH_UNIT = Measure("duration", _duration_with_unit)
 
 
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(0), click.IntRange(1)  # refused in the words of integer_refused

@@ -23,7 +23,7 @@ from legroom.cli.options import (
     root_option,
     training_options,
 )
-from legroom.cli.text_layout import labelled, paragraph, print_result, process_lines, runtime_line, steps
+from legroom.cli.text_layout import labelled, paragraph, print_result, process_lines, remark_text, runtime_line, steps
 from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records.workload import Job, Plan
 from legroom.units import format_size
@@ -295,8 +295,8 @@ def _print_snippet(plan: Plan, kind: str, as_json: bool) -> int:
     short = plan.sizes.recommended < plan.need.shm
     if plan.sizes.capped_by is not None:
         told = say(
-            "legroom: the size is capped by {why}, below the need" if short else "legroom: the size is capped by {why}",
+            "the size is capped by {why}, below the need" if short else "the size is capped by {why}",
             why=plan.sizes.capped_by,
         )
-        click.echo(told, err=True)
+        click.echo(remark_text(told), err=True)
     return 1 if short else 0

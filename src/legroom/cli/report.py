@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
     """Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders.
 
-    Replaced are user names, host names, addresses, tokens and the names of data files. The file contains what
+    Replaced are user names, host names, addresses, tokens and the names of data files, not those of directories. The
+    file contains what
     legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache entries; --log, --run and
     --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
     """
@@ -63,8 +64,11 @@ def command(out: str | None, log: str | None, run: str | None, watch: str | None
     lines = [f"==> {one.name} <==\n{one.text}" for one in packed] if show else []
     lines += [*_table(packed), paragraph(hidden_line(redactor.counts), "", "  ")]
     lines += [paragraph(say("left out: {what}", what=line), "", "  ") for line in collected.left_out]
+    kept = say("not replaced: names of directories and scripts, and words that your script printed")
+    lines.append(paragraph(kept, "", "  "))
     if path is not None and size is not None:
-        lines.append(say("{path}: {size}, readable only by you (0600)", path=path, size=format_size(size)))
+        told = say("{path}: {size}, readable only by you (0600)", path=path, size=format_size(size))
+        lines.append(paragraph(told, "", "  "))
         lines.append(say("Check it before you send it. Nothing was sent anywhere."))
     print_result(as_json, "report", lambda: report, lambda: "\n".join(lines))
     return 0

@@ -60,6 +60,14 @@ def paragraph(text: str, first: str, rest: str) -> str:
     return fill(text, width(), first, rest)
 
 
+def row(text: str) -> str:
+    """A line of a list: wrapped on a terminal, and whole elsewhere, where a search should find all of it."""
+    if not sys.stdout.isatty():
+        return text
+    indent = text[: len(text) - len(text.lstrip(" "))]
+    return paragraph(text.lstrip(" "), indent, indent + "  ")
+
+
 def labelled(label: str, text: str) -> str:
     """A paragraph that hangs on its label: ``  why: …``."""
     return paragraph(text, label, " " * cells(label))
@@ -77,7 +85,7 @@ def steps(fix: Iterable[str]) -> list[str]:
 
 def message_printer(quiet: bool) -> Callable[[str], None]:
     """Prints a message beside the output of a supervised command, on stderr; prints nothing if quiet."""
-    return lambda line: None if quiet else click.echo(f"legroom: {line}", err=True)
+    return lambda text: None if quiet else click.echo(remark_text(text), err=True)
 
 
 def error_columns() -> int | None:
@@ -101,9 +109,16 @@ def error_text(error: LegroomError, columns: int | None) -> str:
 
 
 def remark_text(text: str) -> str:
-    """A remark for stderr, wrapped where that is a terminal, which would break lines inside of quotes."""
+    """A remark for stderr, wrapped where that is a terminal, which would break lines inside of quotes.
+
+    Its first line may be indented. The lines below it are commands, which stay as they are.
+    """
     columns = error_columns()
-    return f"legroom: {text}" if columns is None else "\n".join(_hanging("legroom: ", text, columns, "  "))
+    if columns is None:
+        return f"legroom: {text}"
+    first, *rest = text.splitlines() or [""]
+    indent = first[: len(first) - len(first.lstrip(" "))]
+    return "\n".join([*_hanging(f"legroom: {indent}", first.lstrip(" "), columns, f"  {indent}"), *rest])
 
 
 def usage_text(message: str, columns: int) -> str:
@@ -112,7 +127,7 @@ def usage_text(message: str, columns: int) -> str:
     return "\n".join(_hanging(label, message, columns, "  "))[len(label) :]
 
 
-_QUOTED = re.compile(r"(?<!\w)(?:`[^`]*`|'[^']*'|\"[^\"]*\")(?!\w)")
+_QUOTED = re.compile(r"(?<!\w)(?:`[^`]*`|'[^']*'|\"[^\"]*\")(?!\w)")  # a shorter one than a line stays together
 _NO_BREAK = "\ue000"  # stands for a space at which no line may end
 
 
@@ -122,7 +137,13 @@ def _hanging(label: str, text: str, columns: int, indent: str) -> list[str]:
     if first.startswith('File "'):  # of a traceback
         wrapped = label + first
     else:
-        whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), first)
+        fits = columns - cells(indent)
+        whole = _QUOTED.sub(
+            lambda found: (
+                found[0].replace(" ", _NO_BREAK) if found[0][0] == "`" or cells(found[0]) <= fits else found[0]
+            ),
+            first,
+        )
         wrapped = fill(whole, columns, label, indent).replace(_NO_BREAK, " ")
     return [wrapped, *(indent + line for line in rest)]
 

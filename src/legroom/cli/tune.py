@@ -22,7 +22,7 @@ from legroom.cli.options import (
     timeout_option,
     typed,
 )
-from legroom.cli.text_layout import labelled, paint, paragraph, print_result, steps
+from legroom.cli.text_layout import labelled, paint, paragraph, print_result, remark_text, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
 from legroom.records.machine import Pool
@@ -176,10 +176,10 @@ def command(
         refuse_beside("last", _MEASURING if params is not None else _MEASURING | {"ranks"})
         found = last_named(spec)
         if found is None:
-            click.echo(
-                say("no settings stored for {spec} in this directory; tune --benchmark stores them", spec=spec),
-                err=True,
-            )
+            told = say("no settings stored for {spec} in this directory; tune --benchmark stores them", spec=spec)
+            click.echo(remark_text(told), err=True)
+            if as_json:
+                print_result(True, "tune", lambda: {"verdict": "unknown", "settings": None}, str)
             return 1
         ranks = ranks if "ranks" in typed() else found.ranks  # for --params
     else:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import click
@@ -49,7 +49,11 @@ if TYPE_CHECKING:
 @click.option(
     "--web", is_flag=False, flag_value="", metavar="[HOST:PORT]", help="Serve a web page (default 127.0.0.1:9465)."
 )
-@click.option("--plot", metavar="FILE", help="Write a chart to FILE at the end; FILE must end in .png, .svg or .html.")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    help="Write a chart to FILE at the end; FILE must end in .png (needs matplotlib), .svg or .html.",
+)
 @click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option(
     "--top",
@@ -88,7 +92,7 @@ def command(
     an alarm when something is nearly full or will be full soon, when memory is
     being swapped, and after an OOM kill. Runs until Ctrl-C. With --pid, it also
     stops when that process and its children have exited. The output is full
-    screen on a terminal, and plain lines elsewhere.
+    screen on a terminal (with the package textual), and plain lines elsewhere.
     """
     from legroom.monitor.watch_in_script import checked_interval
     from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically
@@ -111,15 +115,19 @@ def command(
     if replay is not None:
         from legroom.monitor.watch_log import read_samples
 
-        samples = read_samples(replay, report)
+        samples = _begun(read_samples(replay, report))
     else:
         sampler = _sampler(pid, match, checked_interval(interval), root, wait=not once)
         if match is not None and not sampler.selection.watched:
             report(say("no process matches {pattern!r} yet; waiting", pattern=match))
         samples = sample_periodically(sampler.take, sampler.interval, stop)
-    outputs = _outputs(report, log, prometheus, on_alarm, webhook, plot)
-    files = list(outputs)  # --log and --plot, before they are wrapped
+    outputs = _outputs(report, prometheus, on_alarm, webhook, plot)
     page = None if web is None else _web_view(web, report)
+    if log is not None:  # made last: a watch that is refused leaves no empty file
+        from legroom.monitor.watch_log import WatchLog
+
+        outputs.append(WatchLog(log, report))
+    files = list(outputs)  # --log and --plot, before they are wrapped
     if page is not None:
         outputs.insert(0, page)  # closed last: it waits for browsers, and the files of the others must not
     if replay is not None:
@@ -183,12 +191,7 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
 
 
 def _outputs(
-    report: Callable[[str], object],
-    log: str | None,
-    prometheus: str | None,
-    on_alarm: str | None,
-    webhook: str | None,
-    plot: str | None,
+    report: Callable[[str], object], prometheus: str | None, on_alarm: str | None, webhook: str | None, plot: str | None
 ) -> list[Output]:
     from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 
@@ -201,10 +204,6 @@ def _outputs(
         served = Prometheus(prometheus or str(PORT))
         report(say("serving metrics at {url}", url=served.url))
         outputs.append(served)
-    if log is not None:
-        from legroom.monitor.watch_log import WatchLog
-
-        outputs.append(WatchLog(log, report))
     outputs += [Notifier(send, report) for send in senders]
     if plot is not None:
         from legroom.monitor.watch_plot import Plot
@@ -251,6 +250,11 @@ def _may_block(output: Output) -> bool:
     from legroom.monitor.watch_text import TextOutput
 
     return isinstance(output, (_JsonLines, TextOutput, WatchLog))
+
+
+def _begun(samples: Iterator[Sample]) -> Iterator[Sample]:
+    """The samples, of which the first is read now: a file that is not a log is refused before others are written."""
+    return chain([next(samples)], samples)
 
 
 def _replayed(samples: Iterable[Sample], stop: threading.Event, page: WebView | None) -> Iterator[Sample]:

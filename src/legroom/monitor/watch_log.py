@@ -20,6 +20,7 @@ from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.messages import counted, phrase, say
 from legroom.records.watch_sample import Moment, Sample
 from legroom.system.json_records import InvalidRecord, fields_of, from_json
+from legroom.system.open_named_file import open_to_its_end
 
 SCHEMA = "legroom.watch/1"
 
@@ -119,18 +120,19 @@ def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) 
     """The samples of a log, one at a time. Unreadable lines are counted and reported at the end."""
     name = os.fspath(path)
     try:
-        file = open(path, "rb")  # noqa: SIM115
-    except OSError as problem:
+        file, begin = open_to_its_end(name)
+    except (OSError, ValueError) as problem:
         raise UnreadableSource(
             say("cannot read the log {path}", path=name),
-            why=problem.strerror or str(problem),
+            why=problem.strerror or str(problem) if isinstance(problem, OSError) else str(problem),
             fix=(say("pass a file written by legroom watch --log"),),
         ) from problem
     unreadable, truncated, found, repeats = 0, False, 0, _Repeats()
     clock, several = 0.0, False
     why = say("the file is empty")
     with file:
-        while line := _next_line(file.readline):
+        while line := begin + _next_line(file.readline):
+            begin = b""
             try:
                 data = json.loads(line)
                 sample = repeats.restored(data, parse_sample(data))

@@ -15,10 +15,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import BinaryIO, NamedTuple
 
@@ -26,12 +25,12 @@ from legroom.errors import UnreadableSource
 from legroom.messages import say
 from legroom.records.failure import Evidence, LogFacts, Role, Sign
 from legroom.rescue.failure_message_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, start_of
+from legroom.system.open_named_file import open_to_its_end, refuse_device
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
 MOST = 16 << 20  # bytes read if the last KEEP contain no failure
 LONGEST = 4 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
 _CHUNK = 1 << 20
-_WRITER_WITHIN = 10.0  # seconds until a process must have opened a FIFO for writing
 _MOST_SIGNS = 2000
 _HELD, _BEFORE = 2000, 500  # characters kept of a matching line, and of them before the match
 _MOST_ERRORS = 200
@@ -96,17 +95,14 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
     try:
         if path == "-":
             if standard_input is None:
-                _refuse_device(os.fstat(0))
+                refuse_device(os.fstat(0))
             with os.fdopen(os.dup(0), "rb") if standard_input is None else nullcontext(standard_input) as pipe:
                 return _to_its_end(pipe)
-        _refuse_device(os.stat(path))
-        with open(path, "rb", opener=_without_waiting) as file:
+        file, begin = open_to_its_end(path)
+        with file:
             status = os.fstat(file.fileno())
-            regular = stat.S_ISREG(status.st_mode)
-            begin = _begin_of_fifo(file.fileno(), path) if stat.S_ISFIFO(status.st_mode) else b""
-            if not regular:  # some files in /proc would wait for their next line
-                os.set_blocking(file.fileno(), True)
-            facts = _of_file(file, status.st_size) if regular and status.st_size else _to_its_end(file, begin)
+            sized = stat.S_ISREG(status.st_mode) and status.st_size
+            facts = _of_file(file, status.st_size) if sized else _to_its_end(file, begin)
             return replace(facts, not_a_log=facts.not_a_log or _source_code(path))
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
@@ -151,30 +147,6 @@ def _of_file(file: BinaryIO, size: int) -> LogFacts:
         if facts.signs or facts.errors or length >= size:
             break
     return replace(facts, not_a_log=binary)
-
-
-def _refuse_device(status: os.stat_result) -> None:
-    """ValueError for a device, such as /dev/zero, which may have no end; a terminal may be standard input."""
-    if stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode):
-        terminal = os.isatty(0) and os.path.samestat(status, os.fstat(0))
-        if not terminal and not os.path.samestat(status, os.stat(os.devnull)):
-            raise ValueError(say("it is a device, which may have no end"))
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _begin_of_fifo(number: int, path: str) -> bytes:
-    """What its writer has written so far; ValueError where no process writes into it."""
-    deadline = time.monotonic() + _WRITER_WITHIN
-    with suppress(BlockingIOError):  # it has a writer, who has written nothing so far
-        while not (data := os.read(number, _CHUNK)) and os.path.exists(os.path.realpath(path)):  # a shell's has no path
-            if time.monotonic() > deadline:
-                raise ValueError(say("no process writes into this FIFO"))
-            time.sleep(0.05)
-        return data
-    return b""
 
 
 def _to_its_end(stream: BinaryIO, begin: bytes = b"") -> LogFacts:

@@ -4,6 +4,7 @@
 - atomic_file: write a file as a whole; hold a descriptor for a block
 - json_records: records as JSON objects, written and read back with their types
 - lazy_and_optional_imports: import a module at first use; import an optional package
+- open_named_file: open a file that a user names, to read it to its end: no device, no FIFO without a writer
 - processes_and_threads: LEGROOM_DISABLE, usable CPUs, signals, how a child ended; start a thread if limits leave room
   for it, or explain why not; calls of the C library
 - unix_sockets: sockets in a private folder, for processes of one user

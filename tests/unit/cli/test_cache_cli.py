@@ -123,6 +123,18 @@ def test_errors_name_options_instead_of_arguments(text: str, shown: str) -> None
     assert translated(load_command, text, text, (text,)) == (shown, shown, (shown,))
 
 
+def test_of_several_files_those_that_can_be_loaded_are(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez("more.npz", other=np.zeros(3))
+    files = ("nope.npy", "train.npy", "none.npy", "more.npz")
+    shown = _text(capsys, "load", *files, status=2)
+    assert "loaded 2 of 4 files" in shown and shown.count("loaded in") == 2
+    assert shown.count("nope.npy [unreadable-source]") == shown.count("none.npy [unreadable-source]") == 1
+    whole = _json(capsys, "load", *files, status=2)
+    assert len(whole["entries"]) == 2 and whole["error"]["code"] == "unreadable-source"  # type: ignore[arg-type,index]
+    assert [error["source"] for error in whole["errors"]] == ["nope.npy", "none.npy"]  # type: ignore[attr-defined]
+    assert "--keys to load everything" in _text(capsys, "load", *files, "--keys", "other", status=2)  # as typed
+
+
 def test_errors_of_load_can_be_typed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = _text(capsys, "load", "train.npy", "--dtype", "uint16", status=2)
     assert "--dtype uint16 cannot be used" in shown and "omit --dtype" in shown and "<u2" not in shown

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from legroom.cli.main import run
-from legroom.cli.text_layout import error_columns, error_text, remark_text
+from legroom.cli.text_layout import error_columns, error_text, message_printer, remark_text, row
 from legroom.errors import UsageError
 from legroom.messages import cells, speak
 
@@ -81,6 +81,29 @@ def test_a_remark_is_not_broken_inside_of_quotes(monkeypatch: pytest.MonkeyPatch
             assert any("'legroom[watch]'" in line for line in lines) and all(cells(line) <= columns for line in lines)
     finally:
         speak("en")
+
+
+def test_messages_of_run_fit_the_terminal_and_commands_below_them_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    tell, command = message_printer(False), "        legroom " + "check " * 20
+    tell("gpu-oom, 95% sure: " + "GPU memory ran out. " * 5)
+    tell(f"  why: log, line 1 from the end: RuntimeError('{'CUDA out of memory. ' * 6}')")
+    tell(f"  do:  {'use a smaller batch, or ' * 5}\n{command}")
+    lines = terminal.getvalue().splitlines()
+    assert lines.pop() == command and len(lines) > 9
+    assert all(len(line) <= 60 and line.startswith(("legroom: ", "  ")) for line in lines), lines
+
+
+def test_rows_of_a_list_are_whole_in_a_pipe_and_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    text = "  80d476b33a6b /data/train.npy (3.25 KB): copy intact, source CHANGED: its MD5 is now 0cc175b9c0f1b6a8"
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert row(text) == text
+    monkeypatch.setattr("sys.stdout", _Terminal())
+    assert [line[:5] for line in row(text).splitlines()] == ["  80d", "    s"]
+    assert row(text).split() == text.split() and all(len(line) <= 60 for line in row(text).splitlines())
 
 
 def test_only_a_terminal_gets_wrapped_lines(

@@ -201,6 +201,15 @@ def test_a_small_size_without_a_unit_is_refused(arguments: tuple[str, ...], caps
     assert f"{number} has no unit: write {number}MB, or {number}B for bytes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["7", "0.5", "1h30"])
+def test_a_time_without_a_unit_is_refused_where_entries_are_removed(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["cache", "gc", "--older", number]) == 2
+    number = number.removeprefix("1h")
+    assert f"{number} has no unit: write {number}d for days, or {number}s for seconds" in capsys.readouterr().err
+
+
 def test_bytes_with_a_unit_zero_and_large_numbers_are_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     for size in ("64B", "0", "67108864", "4096"):
         assert run(["plan", "--gpus", "8", "--per-process", "64KB", "--nccl", size]) in (0, 1)

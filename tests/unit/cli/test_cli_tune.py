@@ -185,6 +185,8 @@ def test_bad_requests_exit_2(arguments: tuple[str, ...], said: str, capsys: pyte
 def test_climbing_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
     what = ("--dataset", "tuned_images:Images")
     assert _run(capsys, *what, "--last")[0] == 1
+    status, out, _ = _run(capsys, *what, "--last", "--json")
+    assert status == 1 and json.loads(out) == {"schema": "legroom.tune/1", "verdict": "unknown", "settings": None}
     status, out, _ = _run(capsys, *what, "--batch", "4", "--benchmark", "--preset", "development", "--json")
     climbed = json.loads(out)
     assert status == 0 and "measured step by step" in climbed["why"]["num_workers"]

@@ -105,6 +105,18 @@ def test_log_and_replay_of_one_file_are_refused(tmp_path: Path, capsys: pytest.C
     assert status == 2 and "same file" in err
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [("--plot", "out.bmp"), ("--webhook", "not-an-address"), ("--prometheus", "nonsense:port"),
+     ("--web", "nonsense:port"), ("--replay", "/no/such/file")],
+)  # fmt: skip
+def test_a_watch_that_is_refused_leaves_no_empty_log(
+    refused: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(capsys, "--log", str(tmp_path / "w.jsonl"), *refused)[0] == 2
+    assert not (tmp_path / "w.jsonl").exists()
+
+
 @pytest.mark.parametrize("option", ["--plot", "--log"])
 def test_a_file_that_could_not_be_written_exits_2(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,9 @@ def test_the_table_fits_80_columns_and_has_every_figure() -> None:
     for words in ("2.34 GB", "1000 MB", "2.4 times less", "200", "800", "20 times torch's", "1 of 1", "0 of 1",
                   "shm-full after", "10 ms", "back in 2.5 s", "from step 50"):  # fmt: skip
         assert words in text, words
+    assert "torch, not data" not in text
+    few = table_lines(table_rows(_result(data_bytes=96 * MB)), 80)
+    assert "904 MB of both are Python and torch, not data" in " ".join(" ".join(few).split())
     narrow = table_lines(table_rows(_result()), 50)
     assert "  without: 1 of 1" in narrow and "  Legroom: 0 of 1" in narrow
 

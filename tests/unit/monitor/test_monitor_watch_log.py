@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +145,24 @@ def test_files_that_cannot_be_had(tmp_path: Path) -> None:
         list(read_samples(tmp_path, lambda text: None))
     with pytest.raises(UsageError, match="cannot write the log"):
         WatchLog(tmp_path / "no" / "where", lambda text: None)
+
+
+def test_a_log_without_an_end_is_refused_and_a_pipe_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnreadableSource) as caught:
+        list(read_samples("/dev/zero", pytest.fail))
+    assert "a device" in caught.value.why
+    fifo, log = str(tmp_path / "fifo"), tmp_path / "run.jsonl"
+    os.mkfifo(fifo)
+    made = _write(log, 3)
+    with subprocess.Popen(["sh", "-c", 'exec cat "$0" > "$1"', str(log), fifo]):
+        assert list(read_samples(fifo, pytest.fail)) == made
+    with subprocess.Popen(["cat", str(log)], stdout=subprocess.PIPE) as writer:  # as the shell writes <(COMMAND)
+        assert writer.stdout is not None
+        assert list(read_samples(f"/dev/fd/{writer.stdout.fileno()}", pytest.fail)) == made
+    monkeypatch.setattr("legroom.system.open_named_file._WRITER_WITHIN", 0.1)
+    with pytest.raises(UnreadableSource) as caught:
+        list(read_samples(fifo, pytest.fail))
+    assert "no process writes into this FIFO" in caught.value.why
 
 
 def test_a_full_disk_ends_the_log_and_not_the_watch() -> None:
