@@ -31,9 +31,8 @@ def command(out: str | None, log: str | None, run: str | None, watch: str | None
     """Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders.
 
     Replaced are user names, host names, addresses, tokens and the names of data files, not those of directories. The
-    file contains what
-    legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache entries; --log, --run and
-    --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
+    file contains what legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache entries;
+    --log, --run and --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
     """
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.report.bundle import Attachments, checked_path, hidden_line, pack, redacted, write
