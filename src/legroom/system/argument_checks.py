@@ -34,7 +34,10 @@ def check_integer(name: str, value: object, least: int) -> int:
             fix=(say("pass {name}={least} or more", name=name, least=least),),
         )
     if number >= _MOST:
-        raise UsageError(say("{name} must be less than 2**64 (got {value!r})", name=name, value=value))
+        raise UsageError(
+            say("{name} must be less than 2**64 (got {value!r})", name=name, value=value),
+            fix=(say("pass a number between {least} and 2**64 - 1", least=least),),
+        )
     return number
 
 
