@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from functools import cache
-from types import FrameType
 from typing import Any
 
 from legroom.leak.user_source_files import CodeLine, user_line
@@ -55,13 +54,13 @@ class ShmFiles:
             found[line] = count + 1, before + size, _DIGITS.sub("*", path)
         return found
 
-    def note(self, event: str, given: tuple[Any, ...], frame: FrameType) -> None:
-        """Note a file, if the event makes one."""
+    def note(self, event: str, given: tuple[Any, ...]) -> None:
+        """Note a file, if the event makes one. Called by the hook, in the frame below which the event happened."""
         try:
             path = self._path(event, given)
             if path is None or path in self._made or len(self._made) >= _MOST_FILES:
                 return
-            line = user_line(frame)
+            line = user_line(sys._getframe(2))  # not there while the interpreter opens the script itself
             if line is not None:
                 self._made[path] = line
         except Exception:  # an error here would reach the script
@@ -94,6 +93,6 @@ def _add_hook() -> None:
     def hook(event: str, given: tuple[Any, ...]) -> None:
         if _listening and event in _EVENTS:
             for one in _listening:
-                one.note(event, given, sys._getframe(1))
+                one.note(event, given)
 
     sys.addaudithook(hook)
