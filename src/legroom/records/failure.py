@@ -67,6 +67,7 @@ class LogFacts:
     errors: tuple[Sign, ...] = ()  # all exceptions, including the last
     raised_in: Role | None = None  # which process raised the last one; None: not shown by the traceback
     progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
+    done: Sign | None = None  # the last line that reports the end of a successful run
     lines: int = 0  # lines that were read
     skipped: int = 0  # bytes that were not read
     not_a_log: str | None = None  # why the file cannot be the output of a job

@@ -22,6 +22,7 @@ from legroom.rescue.find_failures_in_log import Signs, quoted_line
 from legroom.units import format_size
 
 LOG_ALONE = 0.85
+_DOUBTED = 0.7  # something follows the error that a dead program does not print
 _OTHER_ENDS: frozenset[Cause] = frozenset({"unknown", "not-memory", "killed", "worker-killed", "ram-oom-kill"})
 _LEAST_SHM = 512 << 20
 _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
@@ -123,6 +124,8 @@ def classify(evidence: Evidence) -> Verdict:
         result = unknown((evidence.log.not_a_log,), "ram-oom-kill", "killed", "not-memory", summary=summary)
     if signs.later_death is not None and result.cause not in _OTHER_ENDS:
         result = _either(result, signs.later_death)
+    if signs.doubted and result.cause not in _OTHER_ENDS:
+        result = _doubted(result, evidence)
     confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
     lines, victim = (*result.lines, exit_line(evidence.ending)), None  # a rule may have put it first
     if result.cause != "ram-oom-kill":
@@ -140,6 +143,14 @@ def classify(evidence: Evidence) -> Verdict:
         victim=victim,
         refused=_refused(evidence) if result.cause == "ram-allocation" else None,
     )
+
+
+def _doubted(result: RuleResult, evidence: Evidence) -> RuleResult:
+    """A shortage left the script, and a step or a report of success follows: it may have gone on."""
+    done, last = evidence.log.done, evidence.log.last_error
+    line = (quoted_line(done),) if done and last and done.number < last.number else ()
+    likely = tuple(dict.fromkeys((result.cause, *result.likely, "not-memory")))
+    return result._replace(confidence=min(result.confidence, _DOUBTED), lines=(*result.lines, *line), likely=likely)
 
 
 def _either(result: RuleResult, death: Sign) -> RuleResult:
