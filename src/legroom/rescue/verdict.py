@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from legroom.advice import fix_commands
@@ -69,7 +70,7 @@ _SUMMARIES: dict[Cause, str] = {
     "swap-thrash": phrase("the working set was larger than the memory limit: the job spent its time waiting for swap."),
     "gpu-oom": phrase("GPU memory ran out."),
     "pinned-exhausted": phrase("page-locked (pinned) host memory ran out. It is taken from RAM, not from GPU memory."),
-    "fds-exhausted": phrase("file descriptors ran out: each tensor that a worker sends needs one."),
+    "fds-exhausted": phrase("file descriptors ran out: a process had as many open files as its limit allows."),
     "disk-full": phrase("a disk was full when the program wrote to it."),
     "tmpdir-too-long": phrase(
         "the temporary directory path (TMPDIR) is too long for a Unix socket: workers do not start, or their "
@@ -142,7 +143,34 @@ def classify(evidence: Evidence) -> Verdict:
         likely=tuple(Likely(cause, say(_CONFIRM[cause])) for cause in result.likely),
         victim=victim,
         refused=_refused(evidence) if result.cause == "ram-allocation" else None,
+        too_large=_too_large(evidence, _ram_seen(evidence)) if result.cause == "ram-allocation" else None,
+        without_effect=_without_effect(
+            result.likely[0] if result.cause == "unknown" and result.likely else result.cause, evidence
+        ),
     )
+
+
+_OF_WORKERS = frozenset({"prefetch_factor", "num_workers"})
+
+
+def _without_effect(cause: Cause, evidence: Evidence) -> frozenset[str]:
+    """Settings whose lowering cannot help against that failure."""
+    if cause in ("ram-oom-kill", "ram-allocation", "swap-thrash"):
+        too_large = cause == "ram-allocation" and _too_large(evidence, _ram_seen(evidence)) is not None
+        return _OF_WORKERS if evidence.workers is False or too_large else frozenset()
+    if cause == "fds-exhausted" and verdict_from_log.held_as(evidence) == "files":
+        return _OF_WORKERS  # each process has its own limit
+    return frozenset()
+
+
+def _ram_seen(evidence: Evidence) -> int | None:
+    level = evidence.peaks.get("ram")
+    return None if level is None else level.size
+
+
+def _too_large(evidence: Evidence, ram: int | None) -> int | None:
+    asked = verdict_from_log.requested(evidence)
+    return asked if asked is not None and ram is not None and asked > ram else None
 
 
 def _doubted(result: RuleResult, evidence: Evidence) -> RuleResult:
@@ -189,7 +217,7 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
             *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
-        return _more_ram(machine, ram)
+        return _more_ram(machine, ram, _less_ram(cause, evidence, machine, ram))
     if cause == "swap-thrash":
         return fix_commands.settle_swap(runtime, moving=True)
     if cause == "gpu-oom":
@@ -198,7 +226,11 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
         return (less, *_more_ram(machine, ram))
     if cause == "fds-exhausted":
-        return fix_commands.raise_nofile(runtime, machine.limits.nofile_soft or 1024, None)
+        held = verdict_from_log.held_as(evidence)
+        close = say("close each file after reading it:\nwith open(path) as file: …")
+        soft = machine.limits.nofile_soft or 1024
+        more = fix_commands.raise_nofile(runtime, soft, None, tensors=held == "tensors")
+        return (close, *more) if held == "files" else more
     if cause == "processes-exhausted":
         return _more_processes(runtime)
     if cause == "map-count":
@@ -237,11 +269,44 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
     )
 
 
-def _more_ram(machine: Machine, ram: int | None) -> tuple[str, ...]:
+def _less_ram(cause: Cause, evidence: Evidence, machine: Machine, ram: int | None) -> tuple[str, ...]:
+    """How to use less RAM, as far as the evidence shows what used it; empty if it does not."""
+    here = max(filter(None, (ram, machine.memory.total)), default=None)
+    if cause == "ram-allocation" and (size := _too_large(evidence, here)) is not None:
+        one = say(
+            "one allocation of {size} is larger than the RAM of this machine ({ram}): work in parts, with a smaller "
+            "type, or in a file (numpy.memmap)",
+            size=format_size(size), ram=format_size(here or 0),
+        )  # fmt: skip
+        return (one,)
+    if evidence.workers is not False:
+        return ()
+    less = say("the job had no worker processes: use smaller batches, or keep less data in memory")
+    if not grew_to_the_end(evidence):
+        return (less,)
+    return (say("RAM grew until the end. Find the lines that keep memory:\nlegroom leak -- COMMAND …"), less)
+
+
+_PARTS = 4
+
+
+def grew_to_the_end(evidence: Evidence) -> bool:
+    """Whether RAM rose in each part of the run, and not mainly in one of them."""
+    used = [(one.when, one.levels["ram"].used) for one in evidence.readings if "ram" in one.levels]
+    if len(used) <= _PARTS:
+        return False
+    (begin, first), (end, last) = used[0], used[-1]
+    limits = [begin + (end - begin) * part / _PARTS for part in range(1, _PARTS)]
+    marks = [first, *(next(size for when, size in used if when >= limit) for limit in limits), last]
+    rises = [after - before for before, after in pairwise(marks)]
+    return last > first and min(rises) >= (last - first) / (4 * _PARTS)
+
+
+def _more_ram(machine: Machine, ram: int | None, less: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
     total = machine.memory.total
     limited = ram is not None and (total is None or ram < total)
-    return fix_commands.raise_ram_limit(machine.runtime, ram if limited else None, total, running=False)
+    return fix_commands.raise_ram_limit(machine.runtime, ram if limited else None, total, running=False, use_less=less)
 
 
 def _more_processes(runtime: RuntimeEnvironment) -> tuple[str, ...]:
