@@ -478,24 +478,26 @@ class Signs:
             not evidence.live and last.code not in SHORTAGES and _survived(log, last, steps)
         ):
             return cls._of_consequence(log, steps, live=evidence.live)  # it was printed and the program continued
-        after = 0 if evidence.live or last.code not in _POOLS else _steps_after(log, last)
-        done = not evidence.live and last.code in _POOLS and _done_after(log, last)
+        after = 0 if evidence.live else _steps_after(log, last)
+        done = not evidence.live and _done_after(log, last)
         # After an exception that left the script: standard output that was held back, other ranks, a batch script.
         own = log.raised_in == "main"
-        if (done and (after or not own)) or (after >= _BEFORE_A_DEATH and not own):
+        if (done and (after or not own)) or (last.code in _POOLS and after >= _outlived(log, last) and not own):
             return cls._of_consequence(log, steps)
         reach = log.chain_from or last.number
         counting = tuple(sign for sign in log.signs if sign.number <= reach)
         later = _death_after(log, last, _DEATHS, 1) if last.code in SHORTAGES and not evidence.live else None
         return cls(
             counting, last, ignores_messages=False, handled=_right_above(log, reach), later_death=later,
-            doubted=bool(after or done),
+            doubted=last.code in _POOLS and bool(after or done),
         )  # fmt: skip
 
     @classmethod
     def _of_consequence(cls, log: LogFacts, steps: int = _BEFORE_A_DEATH, *, live: bool = False) -> Signs:
         own = [error for error in log.errors if not _is_consequence(error) and not _survived(log, error, steps)]
         own = [error for error in own if not _went_on(log, error, live=live)]
+        if not live and log.last_error is not None and _done_after(log, log.last_error):
+            own = [error for error in own if not _done_after(log, error)]
         reach = max([WINDOW, *(error.number + WINDOW for error in own)])
         counting = tuple(sign for sign in log.signs if sign.number <= reach and not _survived(log, sign, steps))
         went_on = [sign for sign in log.signs if _went_on(log, sign, live=live)]
@@ -555,14 +557,20 @@ def _went_on(log: LogFacts, sign: Sign, *, live: bool) -> bool:
     deaths = (one.number for one in log.signs if one.code in _EXITS)
     if any(number < sign.number for number in (*exits, *deaths)):
         return False
-    raised = any(error.number == sign.number for error in log.errors)
     if _TRIES_ON.search(sign.line):
         return True
-    return not live and _goes_on_below(log, sign, raised=raised)
+    return not live and _goes_on_below(log, sign)
 
 
-def _goes_on_below(log: LogFacts, sign: Sign, *, raised: bool) -> bool:
-    return _done_after(log, sign) or _steps_after(log, sign) >= (_BEFORE_A_DEATH if raised else 1)
+def _outlived(log: LogFacts, sign: Sign) -> int:
+    """So many steps after that line show that the program went on: one, or more after a traceback."""
+    error = any(one.number == sign.number for one in log.errors)
+    printed = log.last_error is not None and log.last_error.number == sign.number == log.chain_from
+    return _BEFORE_A_DEATH if error and not printed else 1
+
+
+def _goes_on_below(log: LogFacts, sign: Sign) -> bool:
+    return _done_after(log, sign) or _steps_after(log, sign) >= _outlived(log, sign)
 
 
 def _died_later(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:

@@ -14,10 +14,10 @@ _END = re.compile(
     rf"(?i:\b{_SUBJECT}\b.{{0,20}}\b(?:is )?(?:completed?|done|finished|successful(?:ly)?|succeeded)\b"
     r"|\b(?:done|finished) (?:training|in [\d:.]+)|\bsuccessfully (?:finished|completed|trained)"
     r"|^\W*(?:\S+[\])|:>-] +)?(?:all |training )?(?:done|finished|completed?|success(?:ful)?(?:ly)?)\b\W*(?:$|[,;(:] ?)"
-    r"|\b(?:saved|wrote|written)\b.{0,60}\b(?:model|checkpoint|weights|\S+\.(?:pth?|ckpt|safetensors|onnx|h5|keras|pkl))\b"
+    r"|\b(?:saved|wrote|written|exported)\b.{0,60}\b(?:model|checkpoint|weights|\S+\.(?:pth?|ckpt|safetensors|onnx|h5|keras|pkl))\b"
     r"|\b(?:model|checkpoint) (?:was )?(?:saved|written)\b|\bbest (?:trial|config|checkpoint|model|epoch) ?[:=]"
     r"|'train_runtime':|^\W*train_runtime +=|\*+ (?:train|eval) metrics \*+"
-    r"|\btrial \S+ (?:finished|completed)\b|\b\d+ passed(?:, \d+ \w+)* in \d)"
+    r"|\btrial \S+ (?:finished|completed?)\b|\b\d+ passed(?:, \d+ \w+)* in \d)"
     r"|`Trainer\.fit` stopped: `max_(?:epochs|time)="
 )
 # Nor what a batch script, a scheduler or wandb prints after every ending.

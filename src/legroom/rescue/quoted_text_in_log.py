@@ -131,6 +131,12 @@ _BEFORE = re.compile(
     r"|\b(?:against|despite|no|without) [\"'`]?$)"
 )
 _REPORTS = re.compile(r"(?:^|[\s\])|>:-])(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception)\b(?:: |\(|$)")
+_UNLIKE = (  # no error is two of these
+    re.compile(r"(?i)too many open files"),
+    re.compile(r"(?i)no space left"),
+    re.compile(r"(?i)cuda out of memory"),
+    re.compile(r"OOMKilled|(?i:exit code:? 137)"),
+)
 _REACH = 100  # characters before a message in which a word makes it a mention
 
 
@@ -138,6 +144,10 @@ def is_mention(line: str, at: int) -> bool:
     """Whether a help text, a tip, a comment, or the name of a test or commit mentions the message at that offset."""
     if _OPTION.match(line) or _TEST.search(line) or _COMMIT.match(line) or _COMMENT.match(line):
         return True
+    if line.count("`", 0, at) % 2 and "`" in line[at:]:
+        return True
+    if sum(pattern.search(line, 0, 400) is not None for pattern in _UNLIKE) > 1:
+        return True  # a list of messages
     before = line[max(0, at - _REACH) : at]
     found = _BEFORE.search(before)
     return found is not None and not _REPORTS.search(before, found.end())

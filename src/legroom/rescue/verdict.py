@@ -157,10 +157,17 @@ def _without_effect(cause: Cause, evidence: Evidence) -> frozenset[str]:
     """Settings whose lowering cannot help against that failure."""
     if cause in ("ram-oom-kill", "ram-allocation", "swap-thrash"):
         too_large = cause == "ram-allocation" and _too_large(evidence, _ram_seen(evidence)) is not None
-        return _OF_WORKERS if evidence.workers is False or too_large else frozenset()
+        return _OF_WORKERS if _no_workers(evidence) or too_large else frozenset()
     if cause == "fds-exhausted" and verdict_from_log.held_as(evidence) == "files":
         return _OF_WORKERS  # each process has its own limit
     return frozenset()
+
+
+def _no_workers(evidence: Evidence) -> bool:
+    """Whether the job had no worker processes, and did not fail before it could start them."""
+    log = evidence.log
+    named = log.raised_in == "worker" or any(sign.code.startswith("worker-") for sign in log.signs)
+    return evidence.workers is False and not named
 
 
 def _ram_seen(evidence: Evidence) -> int | None:
@@ -196,6 +203,11 @@ def _refused(evidence: Evidence) -> Role | None:
 
 def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdict:
     """The verdict with the fixes for that machine."""
+    if verdict.cause == "ram-allocation" and evidence.live and verdict.too_large is None:  # it ended before a sample
+        pool = machine.pool("ram")
+        size = _too_large(evidence, (None if pool is None else pool.size) or machine.memory.total)
+        none = verdict.without_effect if size is None else verdict.without_effect | _OF_WORKERS
+        verdict = replace(verdict, too_large=size, without_effect=none)
     return replace(verdict, fix=_fixes(verdict, evidence, machine))
 
 
@@ -271,15 +283,15 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
 
 def _less_ram(cause: Cause, evidence: Evidence, machine: Machine, ram: int | None) -> tuple[str, ...]:
     """How to use less RAM, as far as the evidence shows what used it; empty if it does not."""
-    here = max(filter(None, (ram, machine.memory.total)), default=None)
+    here = ram or machine.memory.total
     if cause == "ram-allocation" and (size := _too_large(evidence, here)) is not None:
         one = say(
-            "one allocation of {size} is larger than the RAM of this machine ({ram}): work in parts, with a smaller "
+            "one allocation of {size} is larger than all RAM here ({ram}): work in parts, with a smaller "
             "type, or in a file (numpy.memmap)",
             size=format_size(size), ram=format_size(here or 0),
         )  # fmt: skip
         return (one,)
-    if evidence.workers is not False:
+    if not _no_workers(evidence):
         return ()
     less = say("the job had no worker processes: use smaller batches, or keep less data in memory")
     if not grew_to_the_end(evidence):

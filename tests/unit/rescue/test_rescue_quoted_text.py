@@ -83,6 +83,8 @@ def test_what_a_source_line_calls_still_shows_where_the_error_is_from() -> None:
         "HEAD is now at 3f2a1c9 Fix CUDA out of memory",
         "tip: if you see Too many open files, raise ulimit -n",
         "  --bs N      smaller against CUDA out of memory",
+        "- `RuntimeError: CUDA out of memory` on small cards: pass --fp16",
+        'loaded 3 alert rules: OOMKilled>0, exit code 137, "No space left on device"',
         "/w/a.py:3: UserWarning: careful\n  warnings.warn('CUDA out of memory')",
     ],
 )
@@ -125,6 +127,8 @@ _LOGGED = f'Traceback (most recent call last):\n  File "t.py", line 9, in fit\n 
         (f"{_UNCAUGHT}Training complete\nstep 9 loss 1\n", "unknown", 0.1),
         (f"{_LOGGED}Training complete\n", "unknown", 0.1),
         (f"{_LOGGED}epoch 4\nepoch 5\nepoch 6\n", "unknown", 0.1),
+        (f"{_LOGGED.replace(_OOM, 'KeyError: 1')}all done\n", "unknown", 0.1),
+        (f"fetch: {_OOM.replace('torch.', '')}\nstep 4\n", "unknown", 0.1),  # printed, without a traceback
         (f"{_UNCAUGHT}done\n", "gpu-oom", 0.7),  # the last line of a batch script, or the program went on
         (f"{_UNCAUGHT}step 1 loss 1\nstep 2 loss 1\n", "gpu-oom", 0.7),  # held-back output
         (f"{_UNCAUGHT}wandb: Run summary:\nwandb: loss 5.1\n", "gpu-oom", 0.85),

@@ -249,6 +249,12 @@ def test_a_setting_without_influence_is_not_lowered() -> None:
     assert next_step(opened, command_settings(["t", "--workers", "4"]), descriptors_raised=True).stop
     without = classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"), workers=False))
     assert without.without_effect == of_workers
+    refused = (  # before it starts them
+        'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    next(it)\n'
+        "legroom.errors.BudgetTooSmall: workers have no memory [budget-too-small]\n"
+    )
+    before = Evidence(ending=ExitStatus(1), workers=False, log=facts_of(refused.encode()))
+    assert classify(before).without_effect == frozenset()
     unsure = classify(Evidence(ending=ExitStatus(signal=9), workers=False))  # unknown, most likely an OOM kill
     assert unsure.cause == "unknown" and unsure.without_effect == of_workers
     assert classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"))).without_effect == frozenset()
