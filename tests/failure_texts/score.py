@@ -1,4 +1,4 @@
-"""Score `legroom explain` on failure texts from public threads.
+"""Score `legroom explain` on failure texts: from public threads (`open`, `aside`), and written by hand (`written`).
 
     python tests/failure_texts/score.py             # every *.json in this directory
     python tests/failure_texts/score.py FILE …      # those files
@@ -6,6 +6,7 @@
 
 A file is a list of objects: `text`, `label` (the cause that the thread ended with), `decidable` (whether a careful reader
 could name that cause from the text alone), `url`, and the notes of the reader who labelled it. `--all` prints every text's verdict.
+The texts written by hand have no `url`, and a `kind`: an error that the program survived, a mention of one, or a death.
 
 A decidable text is right when the verdict is its label. Of the other texts the right answer is `unknown`; naming
 the thread's cause all the same is counted apart, as a guess.

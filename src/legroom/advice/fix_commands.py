@@ -169,17 +169,22 @@ def _without_rights(runtime: RuntimeEnvironment, wanted: str) -> list[str]:
 
 
 def raise_ram_limit(
-    runtime: RuntimeEnvironment, limit: int | None, total: int | None = None, *, running: bool = True
+    runtime: RuntimeEnvironment,
+    limit: int | None,
+    total: int | None = None,
+    *,
+    running: bool = True,
+    use_less: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """How to get more memory, or use less, if RAM runs out.
 
     ``limit`` is the cgroup's. ``total`` is the machine's RAM: no limit is raised beyond it, and without a limit below
     it there is nothing to raise. If neither is known, no figure is given. ``running``: the processes still run and can
-    be inspected.
+    be inspected. ``use_less``: how to use less, if more is known than that RAM ran out.
     """
     # In a container only its own processes are visible.
     see_who = (say("list the largest processes:\nps -eo pid,user,rss,args --sort=-rss | head"),) if running else ()
-    use_less = say("use fewer workers, smaller batches, or one shared copy of the data")
+    less = use_less or (say("use fewer workers, smaller batches, or one shared copy of the data"),)
     most = None if total is None else total // (1 << 30) * (1 << 30)  # as it is written: whole gigabytes
     if limit and most is not None and 2 * limit > most:
         more = exact_size(most) if most > limit else None
@@ -196,15 +201,15 @@ def raise_ram_limit(
         return (
             say("in Windows, under [wsl2] in %UserProfile%\\.wslconfig:\nmemory={size}B", size=larger),
             say("then, in Windows:\nwsl --shutdown"),
-            use_less,
+            *less,
             say("check:\nfree -h"),
         )
     if more is None:
-        return (*see_who, use_less, say("check:\nlegroom doctor"))
+        return (*see_who, *less, say("check:\nlegroom doctor"))
     if runtime.kind in ("docker", "podman"):
         return (
             say("restart the container with:\n{tool} run --memory={size} …", tool=runtime.kind, size=more),
-            use_less,
+            *less,
             say("check:\nlegroom doctor"),
         )
     if runtime.kind == "kubernetes":
@@ -212,12 +217,12 @@ def raise_ram_limit(
             say("raise resources.limits.memory of the container, for example to {size}i", size=more)
             if more != "SIZE"
             else say("raise resources.limits.memory of the container"),
-            use_less,
+            *less,
             say("check:\nlegroom doctor"),
         )
     if runtime.kind == "slurm":
-        return (say("request more memory:\nsbatch --mem={size} …", size=more), use_less, say("check:\nlegroom doctor"))
-    return (*see_who, use_less, say("check:\nlegroom doctor"))
+        return (say("request more memory:\nsbatch --mem={size} …", size=more), *less, say("check:\nlegroom doctor"))
+    return (*see_who, *less, say("check:\nlegroom doctor"))
 
 
 def settle_swap(
@@ -266,8 +271,8 @@ def stop_spilling() -> tuple[str, ...]:
     )
 
 
-def raise_nofile(runtime: RuntimeEnvironment, soft: int, hard: int | None) -> tuple[str, ...]:
-    """How to get more open files."""
+def raise_nofile(runtime: RuntimeEnvironment, soft: int, hard: int | None, *, tensors: bool = True) -> tuple[str, ...]:
+    """How to get more open files; ``tensors``: workers that send tensors may use them."""
     unlimited = hard is None or hard < 0
     wanted = 65536 if unlimited or hard is None or hard >= 65536 else hard
     lines = []
@@ -292,12 +297,13 @@ def raise_nofile(runtime: RuntimeEnvironment, soft: int, hard: int | None) -> tu
                     hard=hard,
                 )
             )
-    lines.append(
-        say(
-            "or use fewer file descriptors and the same "
-            "/dev/shm:\ntorch.multiprocessing.set_sharing_strategy('file_system')"
+    if tensors:
+        lines.append(
+            say(
+                "or use fewer file descriptors and the same "
+                "/dev/shm:\ntorch.multiprocessing.set_sharing_strategy('file_system')"
+            )
         )
-    )
     return (*lines, say("check:\nulimit -n"))
 
 

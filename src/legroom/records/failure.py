@@ -67,6 +67,7 @@ class LogFacts:
     errors: tuple[Sign, ...] = ()  # all exceptions, including the last
     raised_in: Role | None = None  # which process raised the last one; None: not shown by the traceback
     progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
+    done: Sign | None = None  # the last line that reports the end of a successful run
     lines: int = 0  # lines that were read
     skipped: int = 0  # bytes that were not read
     not_a_log: str | None = None  # why the file cannot be the output of a job
@@ -129,6 +130,9 @@ class Evidence:
     ram_unseen: float | None = None  # seconds from the last sample of RAM to the end
     shm_at_end: Level | None = None  # read when the job ended
     disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read until after the end; empty: none was read
+    workers: bool | None = (
+        None  # whether a Python process of the job had child processes; None: not watched long enough
+    )
     full_before: Mapping[str, Level] = field(default_factory=dict)  # other disks, full at the start and at the end
     swapped_back: float | None = None  # bytes per second over the last seconds
     stalled: float | None = None  # PSI, the maximum of the last seconds
@@ -160,6 +164,8 @@ class Verdict:
     likely: tuple[Likely, ...] = ()  # possible causes in order, if the cause is unknown or a guess
     victim: Victim | None = None  # the process that the OOM killer killed
     refused: Role | None = None  # the process in which an allocation failed; None: not shown by the log
+    too_large: int | None = None  # bytes of one refused allocation, if it is larger than all RAM
+    without_effect: frozenset[str] = frozenset()  # settings that have no influence on what ran out
 
     @property
     def memory(self) -> bool:

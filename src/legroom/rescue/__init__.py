@@ -9,6 +9,8 @@ Files:
     job_shm_files             which files in /dev/shm are the job's; whether it hangs on a full one; remove leftovers
     failure_message_patterns  table of failure messages of Python, torch, CUDA, schedulers, kernels
     find_failures_in_log      failure messages and tracebacks at the end of a log; which of them count
+    quoted_text_in_log        source lines, printed arguments and mentions, which report nothing
+    progress_in_log           training steps, and the end of a successful run
     verdict                   which memory pool ran out, and the fixes
     verdict_from_exit         rules on OOM counters, swapping, signals and exit statuses
     verdict_from_log          rules on what the program printed: an error names what ran out; bus errors

@@ -283,6 +283,7 @@ class OomVictims:
     other_pids: set[int] = field(default_factory=set)  # and of the rest of the cgroup
     client: str | None = None  # a program of the job that starts processes elsewhere, as last sampled
     torch_workers: bool = False  # a worker of a DataLoader was seen, by torch's name for it
+    children: bool = False  # a child of a Python process was seen
     _known: dict[int, _SeenProcess] = field(default_factory=dict)
     _rises: list[_CounterRise] = field(default_factory=list)
     _first: int | None = None
@@ -438,6 +439,7 @@ class OomVictims:
         trainers = set()
         for seen in ours.values():
             above = ours.get(seen.parent)
+            self.children = self.children or (above is not None and "python" in f"{above.name} {above.command}")
             forked = above is not None and above.command == seen.command and "python" in seen.command
             if seen.name != _TORCH_WORKER and not forked:
                 continue

@@ -46,7 +46,7 @@ _EXIT = r"(?i:exit(?:ed)?|terminated|returned?)[ -]*(?:with )?(?:non-zero )?(?:e
 
 def _exit(status: str) -> str:
     """`exit code 137`, `exited with status: -9`, `exitcode  : -9`, `return code = -9`, `Exit Status = 137`."""
-    return rf"\b{_EXIT}(?:{status})\b(?![.\d])"
+    return rf"(?<![\w/.'\"-]){_EXIT}(?<![A-Za-z])(?:{status})\b(?![.\d/'\"])"
 
 
 # (code, patterns). A code may appear twice if another must be tried in between.
@@ -353,6 +353,8 @@ SIGNATURES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     for code, patterns in _TABLE
 )
 
+_OF_FRAMES = tuple(row for row in SIGNATURES if row[0].startswith("frame-") or row[0] == "pin-thread")
+
 # Codes that name the pool that ran out.
 SHORTAGES: tuple[str, ...] = (
     "oom-kill", "oom-daemon", "pinned", "gpu-oom", "gpu-likely", "cuda-oom-bare", "device-oom", "fds", "fds-likely",
@@ -377,6 +379,11 @@ NUMBERS = frozenset(re.findall(r"\d+", " ".join(pattern.pattern for _, pattern i
 def code_of(line: str) -> str | None:
     """The code of that line, or None."""
     return next((code for code, pattern in SIGNATURES if pattern.search(line)), None)
+
+
+def frame_code_of(line: str) -> str | None:
+    """The code of a source line of a traceback: what it calls counts, what it quotes does not."""
+    return next((code for code, pattern in _OF_FRAMES if pattern.search(line)), None)
 
 
 def start_of(code: str, line: str) -> int:

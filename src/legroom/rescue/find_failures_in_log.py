@@ -24,7 +24,9 @@ from typing import BinaryIO, NamedTuple
 from legroom.errors import UnreadableSource
 from legroom.messages import say
 from legroom.records.failure import Evidence, LogFacts, Role, Sign
-from legroom.rescue.failure_message_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, start_of
+from legroom.rescue.failure_message_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, frame_code_of, start_of
+from legroom.rescue.progress_in_log import end_of_run, steps
+from legroom.rescue.quoted_text_in_log import code_lines, is_mention, without_printed_values
 from legroom.system.open_named_file import open_to_its_end, refuse_device
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
@@ -37,7 +39,6 @@ _MOST_ERRORS = 200
 _LONGEST_TRACEBACK = 2000  # lines
 NEAR = 450  # lines from the end, and around an exception, that are searched
 _NUMBER = re.compile(r"\d+")
-_MOST_PROGRESS, _PROGRESS_WITHIN = (200, 5000)  # lines with a step that are kept, and lines in which they are sought
 
 _HEADER = re.compile(r"(?:Exception Group |Original )?Traceback \(most recent call last\)")
 _KIND = r"(?:Error|Exception|Interrupt|Exit|Expired|Warning|Died|OutOfMemory\w*|Group)"
@@ -50,10 +51,6 @@ _BARE = re.compile(rf"^(?:\S.{{0,120}}?[\])|:>-] +)?({_BARE_NAME}){_SEE}(?:: |:?
 _ANY_NAME = re.compile(r"^[A-Za-z_][\w.]*(?:: |:?$)")
 _LINK = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-_PROGRESS = re.compile(
-    r"\d%\||\bit/s\b|\bs/it\b|(?i:\b(?:epochs?|steps?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,12}\d)"
-)
-_NO_PROGRESS = re.compile(r"(?i:error|exception|traceback|fail|kill|abort|wandb:|^\s+\S)")
 # What another process or native code prints just before the exception it causes.
 _FINAL_MESSAGES = frozenset({
     "fault", "assertion", "oom-kill", "oom-daemon", "worker-bus", "bus", "killed", "child-killed", "crash", "abort",
@@ -178,8 +175,9 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     """Failure messages, exceptions and reported steps in these bytes, the end of a log."""
     lines = _lines(data, skipped)
     count = len(lines)
-    exceptions = _exceptions(lines)
-    signs = _signs(lines, exceptions)
+    code = code_lines(lines)
+    exceptions = _exceptions(lines, code)
+    signs = _signs(lines, exceptions, code)
     by_number = {sign.number: sign for sign in signs}
     errors = tuple(
         by_number.get(count - exception.at) or _sign(exception.name, lines[exception.at], count - exception.at, 0)
@@ -195,13 +193,14 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
         chain_from=chain,
         errors=errors,
         raised_in=_raised_in(lines, exceptions[-1]) if exceptions else None,
-        progress=_progress(lines, by_number),
+        progress=steps(lines, by_number.keys()),
+        done=None if (done := end_of_run(lines, code, NEAR)) is None else _sign("done", lines[-done], done, 0),
         lines=count,
         skipped=skipped,
     )
 
 
-def _exceptions(lines: list[str]) -> list[_LoggedException]:
+def _exceptions(lines: list[str], code: set[int]) -> list[_LoggedException]:
     """The exceptions, each with the line where its traceback begins."""
     exceptions: deque[_LoggedException] = deque(maxlen=_MOST_ERRORS)
     open_tracebacks: list[_Traceback] = []
@@ -220,7 +219,7 @@ def _exceptions(lines: list[str]) -> list[_LoggedException]:
         if "Exception ignored in" in line:
             ignored = True  # usually at interpreter exit: this traceback ended nothing
             continue
-        if not open_tracebacks and not ("Err" in line or "Exc" in line or "Interrupt" in line):
+        if at in code or (not open_tracebacks and not ("Err" in line or "Exc" in line or "Interrupt" in line)):
             continue
         name, owner = _exception(lines, at, open_tracebacks)
         if owner is not None:
@@ -245,11 +244,11 @@ def _raised_in(lines: list[str], exception: _LoggedException) -> Role | None:
     return "main" if _IN_SCRIPT.search(first) else None
 
 
-def _signs(lines: list[str], exceptions: list[_LoggedException]) -> tuple[Sign, ...]:
+def _signs(lines: list[str], exceptions: list[_LoggedException], in_code: set[int]) -> tuple[Sign, ...]:
     """Failure messages near the end and near exceptions; the program survived any others."""
     count = len(lines)
     signs: deque[Sign] = deque(maxlen=_MOST_SIGNS)
-    known: dict[str, str | None] = {}  # lines of different ranks differ only in numbers
+    known: dict[tuple[bool, str], str | None] = {}  # lines of different ranks differ only in numbers
     done = 0
     for begin, end in [
         *((exception.start - NEAR, exception.at + NEAR) for exception in exceptions),
@@ -257,28 +256,28 @@ def _signs(lines: list[str], exceptions: list[_LoggedException]) -> tuple[Sign, 
     ]:
         for at in range(max(done, begin), min(end, count)):
             line = lines[at]
-            key = _NUMBER.sub(_same, line)
+            key = (at in in_code, _NUMBER.sub(_same, line))
             if key not in known:
-                known[key] = code_of(line)
+                known[key] = frame_code_of(line) if at in in_code else _message_code(line)
             if (code := known[key]) is not None:
                 signs.append(_sign(code, line, count - at, start_of(code, line)))
         done = max(done, min(end, count))
     return tuple(signs)
 
 
+def _message_code(line: str) -> str | None:
+    """The code of a line that reports something; of one that only quotes or mentions a message, None or ``advice``."""
+    code = code_of(line)
+    if code is None or code.startswith("frame-"):
+        return code
+    reported = without_printed_values(line)
+    if reported != line:
+        code = code_of(reported)
+    return "advice" if code is not None and is_mention(reported, start_of(code, reported)) else code
+
+
 def _same(number: re.Match[str]) -> str:
     return number[0] if number[0] in NUMBERS else "0"
-
-
-def _progress(lines: list[str], signs: dict[int, Sign]) -> tuple[int, ...]:
-    """The last lines in which the program reports a step."""
-    found: list[int] = []
-    for number, line in enumerate(reversed(lines[-_PROGRESS_WITHIN:]), start=1):
-        if number not in signs and _PROGRESS.search(line) and not _NO_PROGRESS.search(line):
-            found.append(number)
-            if len(found) == _MOST_PROGRESS:
-                break
-    return tuple(reversed(found))
 
 
 def _sign(code: str, line: str, number: int, at: int) -> Sign:
@@ -394,9 +393,15 @@ WINDOW = 400  # lines from the end in which a message without an exception count
 _WENT_ON = 10  # steps reported after a message: the program survived it
 _BEFORE_A_DEATH = 3  # the same, if a later line reports another kind of exit; fewer may be of other ranks or a buffer
 _DEATHS = frozenset({"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"})
+_EXITS = _DEATHS | {"terminated", "abort", "worker-killed", "worker-crash", "worker-gone", "gone", "fault", "assertion"}
+_POOLS = frozenset(SHORTAGES) - {"oom-kill", "oom-daemon"}  # what the program itself reports
 # What a program writes about a shortage that it handles itself.
 _HANDLED = re.compile(
     r"(?i)\b(?:retry(?:ing)?|skipp(?:ing|ed)|falling back|halving|caught|continuing|(?<!try )reducing (?:the )?batch)\b"
+)
+_TRIES_ON = re.compile(
+    r"(?i)\b(?:retrying|(?:will |to )(?:try again|retry)|trying (?:again|with)|skipp(?:ing|ed)|falling back|halving"
+    r"|continuing|attempting to recover|(?<!try )reducing (?:the )?batch|keeping the)\b"
 )
 _CONTEXT = 40  # lines between an error and a frame or device name that belongs to it
 _RIGHT_ABOVE = 30  # lines between a handled shortage and an exception that it may have caused
@@ -424,6 +429,10 @@ class Signs:
     origin: Sign | None = None  # the exception before the consequence, if a consequence ended it
     handled: Sign | None = None  # a shortage right above the decisive exception, a possible cause of it
     later_death: Sign | None = None  # reported after the decisive exception and a step or two: either may be the end
+    went_on: Sign | None = None  # the last shortage after which the program went on
+    doubted: bool = (
+        False  # from a log alone: something follows the decisive shortage that a dead program does not print
+    )
 
     @classmethod
     def of(cls, evidence: Evidence) -> Signs:
@@ -434,24 +443,42 @@ class Signs:
             return cls(near, None, ignores_messages=True)
         last = log.last_error
         if last is None or _is_consequence(last) or (ending is not None and ending.signal is not None):
-            return cls._of_consequence(log)
+            return cls._of_consequence(log, live=evidence.live)
         # An exception exits with a small status. After 128 + a signal, one step shows that the program survived it.
         steps = 1 if ending is not None and _signal_of_shell(ending.status) else _BEFORE_A_DEATH
         if _died_later(log, last, steps) or (
             not evidence.live and last.code not in SHORTAGES and _survived(log, last, steps)
         ):
-            return cls._of_consequence(log, steps)  # it was printed and the program continued
+            return cls._of_consequence(log, steps, live=evidence.live)  # it was printed and the program continued
+        after = 0 if evidence.live else _steps_after(log, last)
+        done = not evidence.live and _done_after(log, last)
+        # After an exception that left the script: standard output that was held back, other ranks, a batch script.
+        own = log.raised_in == "main"
+        if (done and (after or not own)) or (last.code in _POOLS and after >= _outlived(log, last) and not own):
+            return cls._of_consequence(log, steps)
         reach = log.chain_from or last.number
         counting = tuple(sign for sign in log.signs if sign.number <= reach)
         later = _death_after(log, last, _DEATHS, 1) if last.code in SHORTAGES and not evidence.live else None
-        return cls(counting, last, ignores_messages=False, handled=_right_above(log, reach), later_death=later)
+        return cls(
+            counting, last, ignores_messages=False, handled=_right_above(log, reach), later_death=later,
+            doubted=last.code in _POOLS and bool(after or done),
+        )  # fmt: skip
 
     @classmethod
-    def _of_consequence(cls, log: LogFacts, steps: int = _BEFORE_A_DEATH) -> Signs:
+    def _of_consequence(cls, log: LogFacts, steps: int = _BEFORE_A_DEATH, *, live: bool = False) -> Signs:
         own = [error for error in log.errors if not _is_consequence(error) and not _survived(log, error, steps)]
+        own = [error for error in own if not _went_on(log, error, live=live)]
+        if not live and log.last_error is not None and _done_after(log, log.last_error):
+            own = [error for error in own if not _done_after(log, error)]
         reach = max([WINDOW, *(error.number + WINDOW for error in own)])
         counting = tuple(sign for sign in log.signs if sign.number <= reach and not _survived(log, sign, steps))
-        return cls(counting, None, ignores_messages=False, origin=own[-1] if own else None)
+        went_on = [sign for sign in log.signs if _went_on(log, sign, live=live)]
+        ended = {sign.number for sign in went_on}
+        counting = tuple(sign for sign in counting if sign.number not in ended)
+        return cls(
+            counting, None, ignores_messages=False, origin=own[-1] if own else None,
+            went_on=went_on[-1] if went_on else None,
+        )  # fmt: skip
 
     def first(self, *codes: str) -> Sign | None:
         """The first line that counts with one of these codes: the earliest is nearest to the cause."""
@@ -480,6 +507,42 @@ def _signal_of_shell(status: int | None) -> bool:
 def _survived(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:
     """Whether the program continued after that line."""
     return _died_later(log, sign, steps) or sum(number < sign.number for number in log.progress) >= _WENT_ON
+
+
+def _steps_after(log: LogFacts, sign: Sign) -> int:
+    return sum(number < sign.number for number in log.progress)
+
+
+def _done_after(log: LogFacts, sign: Sign) -> bool:
+    return log.done is not None and log.done.number < sign.number
+
+
+def _went_on(log: LogFacts, sign: Sign, *, live: bool) -> bool:
+    """Whether the program went on after that shortage, and no later line reports an exit.
+
+    The line itself says so, or a step or the end of the run follows. The latter counts in a log alone: the last
+    lines of a program that is known to have failed are held-back output or of other ranks.
+    """
+    if sign.code not in _POOLS:
+        return False
+    exits = (error.number for error in log.errors if error.code not in _POOLS)
+    deaths = (one.number for one in log.signs if one.code in _EXITS)
+    if any(number < sign.number for number in (*exits, *deaths)):
+        return False
+    if _TRIES_ON.search(sign.line):
+        return True
+    return not live and _goes_on_below(log, sign)
+
+
+def _outlived(log: LogFacts, sign: Sign) -> int:
+    """So many steps after that line show that the program went on: one, or more after a traceback."""
+    error = any(one.number == sign.number for one in log.errors)
+    printed = log.last_error is not None and log.last_error.number == sign.number == log.chain_from
+    return _BEFORE_A_DEATH if error and not printed else 1
+
+
+def _goes_on_below(log: LogFacts, sign: Sign) -> bool:
+    return _done_after(log, sign) or _steps_after(log, sign) >= _outlived(log, sign)
 
 
 def _died_later(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:

@@ -40,6 +40,7 @@ from legroom.system.processes_and_threads import ExitStatus, handling_signals, s
 from legroom.units import format_size
 
 _DRAIN = 2.0  # seconds for the last output after the end
+_WATCHED = 2.0  # seconds after which a job of which no child process was seen is known to have none
 _STALL_EVERY = 2.0  # seconds between stall checks
 _STALL_GRACE = 5.0  # seconds from SIGTERM to SIGKILL for a stalled job
 _PASSED_ON = tuple(
@@ -150,6 +151,7 @@ class EvidenceCollector:
             shm_at_end=shm_at_end,
             disks=self.disks.finish(named=(*named_paths(log), *written_to)),
             full_before=dict(self.disks.full_before),
+            workers=seen.victims.children or (None if seen.victims.client or seen.age < _WATCHED else False),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),
             unknown=tuple(unknown),

@@ -266,9 +266,14 @@ def next_step(
         cause = verdict.likely[0].cause
     if cause not in _ORDER:
         return _stop(_why_nothing_helps(verdict.cause))
+    useless = settings.changeable & verdict.without_effect
+    settings = replace(settings, changeable=settings.changeable - useless)
     killed = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
     trainer = killed or (cause == "ram-allocation" and verdict.refused == "main")
     step = _first_that_works(cause, settings, descriptors_raised, trainer=trainer)
+    if step.stop and useless and not settings.changeable:
+        names = listed(SHORT_NAMES.get(name, name) for name in sorted(useless))
+        return _stop(say("{names} had no influence on what ran out, and no other setting can be lowered", names=names))
     if verdict.cause == "unknown" and not step.stop:
         return replace(step, why=say("cause unknown, most likely {cause}; {why}", cause=cause, why=step.why))
     return step

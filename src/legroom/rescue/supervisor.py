@@ -177,6 +177,10 @@ class Supervisor:
             used = say("all {count} attempts are used", count=len(attempts))
             return RetryStep(used if self.options.retries else say("no retries requested (--retries)"), stop=True)
         change, failure = self.last_change, attempts[-2].verdict if len(attempts) > 1 else None
+        size = verdict.too_large
+        if size is not None and failure is not None and failure.too_large == size:
+            same = say("the last change did not make the allocation of {size} smaller", size=format_size(size))
+            return RetryStep(same, stop=True)
         if verdict.cause == "not-memory" and change is not None and failure is not None and change.undo is None:
             before = replace(self, lowered=self.before_change)
             return step_without(change.changes, change.why, failure, before._changeable_settings())

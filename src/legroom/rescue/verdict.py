@@ -7,9 +7,9 @@ applies gives the verdict and the lines it is based on. From a log alone, confid
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from legroom.advice import fix_commands
@@ -23,10 +23,9 @@ from legroom.rescue.find_failures_in_log import Signs, quoted_line
 from legroom.units import format_size
 
 LOG_ALONE = 0.85
+_DOUBTED = 0.7  # something follows the error that a dead program does not print
 _OTHER_ENDS: frozenset[Cause] = frozenset({"unknown", "not-memory", "killed", "worker-killed", "ram-oom-kill"})
 _LEAST_SHM = 512 << 20
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_REQUEST = re.compile(r"(?:Unable|tried) to allocate (\d+\.?\d*) (" + "|".join(_UNITS) + ")")
 _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_exit.oom_behind_success,
     verdict_from_exit.stop_requested,
@@ -71,7 +70,7 @@ _SUMMARIES: dict[Cause, str] = {
     "swap-thrash": phrase("the working set was larger than the memory limit: the job spent its time waiting for swap."),
     "gpu-oom": phrase("GPU memory ran out."),
     "pinned-exhausted": phrase("page-locked (pinned) host memory ran out. It is taken from RAM, not from GPU memory."),
-    "fds-exhausted": phrase("file descriptors ran out: each tensor that a worker sends needs one."),
+    "fds-exhausted": phrase("file descriptors ran out: a process had as many open files as its limit allows."),
     "disk-full": phrase("a disk was full when the program wrote to it."),
     "tmpdir-too-long": phrase(
         "the temporary directory path (TMPDIR) is too long for a Unix socket: workers do not start, or their "
@@ -126,6 +125,8 @@ def classify(evidence: Evidence) -> Verdict:
         result = unknown((evidence.log.not_a_log,), "ram-oom-kill", "killed", "not-memory", summary=summary)
     if signs.later_death is not None and result.cause not in _OTHER_ENDS:
         result = _either(result, signs.later_death)
+    if signs.doubted and result.cause not in _OTHER_ENDS:
+        result = _doubted(result, evidence)
     confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
     lines, victim = (*result.lines, exit_line(evidence.ending)), None  # a rule may have put it first
     if result.cause != "ram-oom-kill":
@@ -142,7 +143,49 @@ def classify(evidence: Evidence) -> Verdict:
         likely=tuple(Likely(cause, say(_CONFIRM[cause])) for cause in result.likely),
         victim=victim,
         refused=_refused(evidence) if result.cause == "ram-allocation" else None,
+        too_large=_too_large(evidence, _ram_seen(evidence)) if result.cause == "ram-allocation" else None,
+        without_effect=_without_effect(
+            result.likely[0] if result.cause == "unknown" and result.likely else result.cause, evidence
+        ),
     )
+
+
+_OF_WORKERS = frozenset({"prefetch_factor", "num_workers"})
+
+
+def _without_effect(cause: Cause, evidence: Evidence) -> frozenset[str]:
+    """Settings whose lowering cannot help against that failure."""
+    if cause in ("ram-oom-kill", "ram-allocation", "swap-thrash"):
+        too_large = cause == "ram-allocation" and _too_large(evidence, _ram_seen(evidence)) is not None
+        return _OF_WORKERS if _no_workers(evidence) or too_large else frozenset()
+    if cause == "fds-exhausted" and verdict_from_log.held_as(evidence) == "files":
+        return _OF_WORKERS  # each process has its own limit
+    return frozenset()
+
+
+def _no_workers(evidence: Evidence) -> bool:
+    """Whether the job had no worker processes, and did not fail before it could start them."""
+    log = evidence.log
+    named = log.raised_in == "worker" or any(sign.code.startswith("worker-") for sign in log.signs)
+    return evidence.workers is False and not named
+
+
+def _ram_seen(evidence: Evidence) -> int | None:
+    level = evidence.peaks.get("ram")
+    return None if level is None else level.size
+
+
+def _too_large(evidence: Evidence, ram: int | None) -> int | None:
+    asked = verdict_from_log.requested(evidence)
+    return asked if asked is not None and ram is not None and asked > ram else None
+
+
+def _doubted(result: RuleResult, evidence: Evidence) -> RuleResult:
+    """A shortage left the script, and a step or a report of success follows: it may have gone on."""
+    done, last = evidence.log.done, evidence.log.last_error
+    line = (quoted_line(done),) if done and last and done.number < last.number else ()
+    likely = tuple(dict.fromkeys((result.cause, *result.likely, "not-memory")))
+    return result._replace(confidence=min(result.confidence, _DOUBTED), lines=(*result.lines, *line), likely=likely)
 
 
 def _either(result: RuleResult, death: Sign) -> RuleResult:
@@ -160,25 +203,17 @@ def _refused(evidence: Evidence) -> Role | None:
 
 def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdict:
     """The verdict with the fixes for that machine."""
+    if verdict.cause == "ram-allocation" and evidence.live and verdict.too_large is None:  # it ended before a sample
+        pool = machine.pool("ram")
+        size = _too_large(evidence, (None if pool is None else pool.size) or machine.memory.total)
+        none = verdict.without_effect if size is None else verdict.without_effect | _OF_WORKERS
+        verdict = replace(verdict, too_large=size, without_effect=none)
     return replace(verdict, fix=_fixes(verdict, evidence, machine))
-
-
-def _requested(verdict: Verdict) -> int | None:
-    """Bytes of the allocation that failed, as numpy and torch print them."""
-    found = next(filter(None, map(_REQUEST.search, verdict.evidence)), None)
-    return None if found is None else int(float(found[1]) * 1024 ** _UNITS.index(found[2]))
 
 
 def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str, ...]:
     cause, runtime, pool = verdict.cause, machine.runtime, machine.pool("ram")
-    ram, total = None if pool is None else pool.size, machine.memory.total
-    asked = _requested(verdict) if cause == "ram-allocation" else None
-    if asked is not None and total is not None and asked > total:
-        one = say(
-            "one allocation asked for {asked}, and this machine has {total}: check the shape and dtype of that array",
-            asked=format_size(asked), total=format_size(total),
-        )  # fmt: skip
-        return (one, say("legroom.open maps a file; only the rows that are read take memory"))
+    ram = None if pool is None else pool.size
     if cause == "shm-full":
         wanted = fix_commands.advised_shm(ram)
         if (peak := evidence.peaks.get("shm")) is not None:
@@ -194,7 +229,7 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
             *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
-        return _more_ram(machine, ram)
+        return _more_ram(machine, ram, _less_ram(cause, evidence, machine, ram))
     if cause == "swap-thrash":
         return fix_commands.settle_swap(runtime, moving=True)
     if cause == "gpu-oom":
@@ -203,7 +238,11 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
         return (less, *_more_ram(machine, ram))
     if cause == "fds-exhausted":
-        return fix_commands.raise_nofile(runtime, machine.limits.nofile_soft or 1024, None)
+        held = verdict_from_log.held_as(evidence)
+        close = say("close each file after reading it:\nwith open(path) as file: …")
+        soft = machine.limits.nofile_soft or 1024
+        more = fix_commands.raise_nofile(runtime, soft, None, tensors=held == "tensors")
+        return (close, *more) if held == "files" else more
     if cause == "processes-exhausted":
         return _more_processes(runtime)
     if cause == "map-count":
@@ -242,11 +281,44 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
     )
 
 
-def _more_ram(machine: Machine, ram: int | None) -> tuple[str, ...]:
+def _less_ram(cause: Cause, evidence: Evidence, machine: Machine, ram: int | None) -> tuple[str, ...]:
+    """How to use less RAM, as far as the evidence shows what used it; empty if it does not."""
+    here = ram or machine.memory.total
+    if cause == "ram-allocation" and (size := _too_large(evidence, here)) is not None:
+        one = say(
+            "one allocation of {size} is larger than all RAM here ({ram}): work in parts, with a smaller "
+            "type, or in a file (numpy.memmap)",
+            size=format_size(size), ram=format_size(here or 0),
+        )  # fmt: skip
+        return (one,)
+    if not _no_workers(evidence):
+        return ()
+    less = say("the job had no worker processes: use smaller batches, or keep less data in memory")
+    if not grew_to_the_end(evidence):
+        return (less,)
+    return (say("RAM grew until the end. Find the lines that keep memory:\nlegroom leak -- COMMAND …"), less)
+
+
+_PARTS = 4
+
+
+def grew_to_the_end(evidence: Evidence) -> bool:
+    """Whether RAM rose in each part of the run, and not mainly in one of them."""
+    used = [(one.when, one.levels["ram"].used) for one in evidence.readings if "ram" in one.levels]
+    if len(used) <= _PARTS:
+        return False
+    (begin, first), (end, last) = used[0], used[-1]
+    limits = [begin + (end - begin) * part / _PARTS for part in range(1, _PARTS)]
+    marks = [first, *(next(size for when, size in used if when >= limit) for limit in limits), last]
+    rises = [after - before for before, after in pairwise(marks)]
+    return last > first and min(rises) >= (last - first) / (4 * _PARTS)
+
+
+def _more_ram(machine: Machine, ram: int | None, less: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
     total = machine.memory.total
     limited = ram is not None and (total is None or ram < total)
-    return fix_commands.raise_ram_limit(machine.runtime, ram if limited else None, total, running=False)
+    return fix_commands.raise_ram_limit(machine.runtime, ram if limited else None, total, running=False, use_less=less)
 
 
 def _more_processes(runtime: RuntimeEnvironment) -> tuple[str, ...]:

@@ -443,6 +443,8 @@ def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
         lines.append(_counter_line(evidence))
     if evidence.log.lines:
         lines.append(say("no cause found in the log (lines read: {count})", count=evidence.log.lines))
+    if signs.went_on is not None and signs.origin is None:
+        return _went_on(evidence, signs.went_on)
     if evidence.live and _counted_none(evidence):
         summary = say("it exited by itself; no OOM counter rose and no message names a resource that ran out.")
         return RuleResult("not-memory", 0.75, tuple(lines), summary)
@@ -459,6 +461,21 @@ def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
     if not evidence.log.lines and not evidence.live:
         lines.insert(0, say("the log is empty"))
     return unknown(tuple(lines), "ram-oom-kill", "killed", "not-memory")
+
+
+def _went_on(evidence: Evidence, shortage: Sign) -> RuleResult:
+    """The program reported a shortage and went on."""
+    done = evidence.log.done
+    if not evidence.live and done is not None and done.number < shortage.number:
+        summary = say("the program went on after a shortage and reports the end of its run: this log shows no failure "
+                      "that ended it.")  # fmt: skip
+        return unknown((quoted_line(shortage), quoted_line(done)), "not-memory", "killed", summary=summary)
+    cause = _SHORT_OF.get(shortage.code, "ram-allocation")
+    summary = say("the program reported a shortage and went on or tried again; the log does not show what ended it.")
+    lines = (quoted_line(shortage), exit_line(evidence.ending))
+    if any(number < shortage.number for number in evidence.log.progress):
+        return unknown(lines, "not-memory", "ram-oom-kill", "killed", cause, summary=summary)
+    return unknown(lines, cause, "ram-oom-kill", "killed", "not-memory", summary=summary)
 
 
 def _leads_to(sign: Sign, error: Sign) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+from typing import Literal
 
-from legroom.messages import listed, say
+from legroom.messages import listed, phrase, say
 from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, level_line, unknown
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
@@ -35,6 +36,7 @@ _MANY_MAPS = 30_000  # shared objects of one process: each may need two mappings
 _PATH = re.compile(
     r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
 )
+_CHAIN = 30  # lines above an error with the frames that led to it
 _FRAME_LINES = 5  # lines of one frame (file, code, marker) and one more call
 _ALONE = re.compile(r"^\W*(?:OS|IO)?(?:Error)?:?\s?\[?(?:Errno 28\]?)?:?\s?[Nn]o\s+space\s+left\s+on\s+device\W*$")
 
@@ -139,6 +141,12 @@ def gpu_library(evidence: Evidence, signs: Signs) -> RuleResult | None:
     return unknown(lines, "gpu-oom", "not-memory")
 
 
+_HELD_AS = {
+    "tensors": phrase("file descriptors ran out: each tensor that a worker sends needs one."),
+    "files": phrase("file descriptors ran out: the program opened more files than its limit."),
+}
+
+
 def descriptors(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """File descriptors."""
     sign = signs.text("fds", "fds-likely")
@@ -154,7 +162,31 @@ def descriptors(evidence: Evidence, signs: Signs) -> RuleResult | None:
         )  # fmt: skip
     sure = 0.95 if sign.code == "fds" else 0.7
     likely: tuple[Cause, ...] = () if sign.code == "fds" else ("fds-exhausted", "shm-full", "not-memory")
-    return RuleResult("fds-exhausted", sure, tuple(lines), likely=likely)
+    held = held_as(evidence)
+    summary = say(_HELD_AS[held]) if held is not None else ""
+    return RuleResult("fds-exhausted", sure, tuple(lines), summary, likely)
+
+
+_TENSORS = re.compile(r"ancdata|shared memory object|torch_\d|reductions\.py|rebuild_storage|resource_sharer")
+_OPENED = re.compile(
+    r"(?:\[Errno 2[34]\] |os error 2[34]\W+)?[Tt]oo many open files(?: in system)?\)?: ?b?['\"](?!/dev/shm|/torch_)"
+)
+
+
+def held_as(evidence: Evidence) -> Literal["tensors", "files"] | None:
+    """What the file descriptors that ran out were used for, if the log shows it."""
+    sign = Signs.of(evidence).text("fds", "fds-likely")
+    if sign is None:
+        return None
+    frames = [
+        one
+        for one in evidence.log.signs
+        if one.code == "frame-peer" or "_share_f" in one.line or one.code == "frame-shm"
+    ]
+    near = any(sign.number < one.number <= sign.number + _CHAIN for one in frames)
+    if _TENSORS.search(sign.line) or sign.code == "fds-likely" or near:
+        return "tensors"
+    return "files" if _OPENED.search(sign.line) else None
 
 
 def processes(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -318,6 +350,21 @@ def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if "bad_alloc" in sign.line and context(evidence, sign, "frame-data"):
         return unknown(lines, "ram-allocation", "not-memory")
     return RuleResult("ram-allocation", 0.78, lines)
+
+
+_REQUESTED = re.compile(r"(?:[Uu]nable|tried) to allocate (?:more than )?([\d.]+) ?([KMGTPE]i?B|bytes)")
+_SIZES = {"bytes": 1, **{f"{letter}{i}B": 1 << (10 * power)
+                         for power, letter in enumerate("KMGTPE", 1) for i in ("i", "")}}  # fmt: skip
+
+
+def requested(evidence: Evidence) -> int | None:
+    """The bytes of the refused allocation, if the last exception names them."""
+    last = evidence.log.last_error
+    found = None if last is None or last.code != "ram" else _REQUESTED.search(last.line)
+    try:
+        return None if found is None else int(float(found[1]) * _SIZES[found[2]])
+    except ValueError:
+        return None
 
 
 def fullest_shm(evidence: Evidence) -> Level | None:

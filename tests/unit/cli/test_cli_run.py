@@ -156,6 +156,17 @@ def test_what_a_run_needed_limits_a_later_one_and_keeps_its_effective_batch(tmp_
     assert ran(16, 1, 4, *retries) == ["16 1 4"]
 
 
+def test_an_allocation_larger_than_the_machine_is_not_tried_again_when_a_change_left_it_as_large(
+    tmp_path: Path,
+) -> None:
+    text = "raise MemoryError('Unable to allocate 900. PiB for an array with shape (9,)')"
+    words = ("--num_workers", "4", "--batch_size", "16", "--accum_iter", "1")
+    done = _run("--retries", "5", "--json", "--", sys.executable, _script(tmp_path, text), *words, folder=tmp_path)
+    report = _report(done)
+    assert len(report["attempts"]) == 2 and "900 PB" in report["stopped"]
+    assert "batch_size 16 → 8" in report["attempts"][1]["changed"][0]
+
+
 def test_an_option_that_needs_retries_is_refused_or_its_effect_is_printed(tmp_path: Path) -> None:
     checkpoint = ("--checkpoint", "*.pt")
     for words in (("--fresh",), (*checkpoint, "--resume-flag", "--resume"), (*checkpoint, "--resume-existing")):

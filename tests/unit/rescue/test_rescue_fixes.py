@@ -9,7 +9,7 @@ import pytest
 from machines import healthy, with_pool
 
 from legroom.probe.snapshot import snapshot
-from legroom.records.failure import Cause, Evidence, Level, OomCount, Verdict
+from legroom.records.failure import Cause, Evidence, Level, OomCount, Reading, Verdict
 from legroom.records.machine import Machine, RuntimeEnvironment
 from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import classify, with_fixes
@@ -100,18 +100,66 @@ def test_sigint_is_never_called_that_of_a_daemon() -> None:
     assert _advised(ending=ExitStatus(130), keyboard=True) == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "asked"),
-    [
-        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 149. PiB for an array with shape (9,)", "149 PB"),
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-         "tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)", "3.55 PB"),
-    ],
-)  # fmt: skip
-def test_an_array_larger_than_the_machine_is_no_question_of_workers(line: str, asked: str) -> None:
-    told = _advised(ending=ExitStatus(1), text=f"Traceback (most recent call last):\n  File 'a'\n{line}\n")
-    assert f"asked for {asked}" in told and "fewer workers" not in told
-    small = _advised(
-        ending=ExitStatus(1), text=f"{line}\n".replace("149. PiB", "9. MiB").replace("4000000000000000", "40")
+_AT = 'Traceback (most recent call last):\n  File "s.py", line 9, in <module>\n'
+_OPENED = f'{_AT}    files.append(open(name))\nOSError: [Errno 24] Too many open files: "/data/img/1021.jpg"\n'
+_SENT = (
+    f"{_AT}    for batch in loader:\n"
+    '  File "/lib/torch/multiprocessing/reductions.py", line 282, in rebuild_storage_fd\n    fd = df.detach()\n'
+    "RuntimeError: received 0 items of ancdata\n"
+)
+_SHARED = (
+    f"{_AT}    for batch in loader:\n"
+    '  File "/lib/torch/multiprocessing/reductions.py", line 9, in reduce_storage\n'
+    "    fd, size = storage._share_fd_cpu_()\nRuntimeError: unable to open shared memory object </torch_1_2_3> in "
+    "read-write mode: Too many open files (24)\n"
+)
+_UNSEEN = "OSError: [Errno 24] Too many open files\n"
+
+
+def test_descriptors_of_tensors_are_only_spoken_of_where_tensors_were_sent() -> None:
+    for text in (_SENT, _SHARED):
+        verdict = classify(Evidence(log=facts_of(text.encode())))
+        assert verdict.cause == "fds-exhausted" and "tensor" in verdict.summary
+        assert "set_sharing_strategy" in _advised(text=text) and verdict.without_effect == frozenset()
+    for text in (_OPENED, _UNSEEN):
+        verdict = classify(Evidence(log=facts_of(text.encode())))
+        assert verdict.cause == "fds-exhausted" and "tensor" not in verdict.summary
+        assert "set_sharing_strategy" not in _advised(text=text) and "ulimit -n" in _advised(text=text)
+    assert "close each file" in _advised(text=_OPENED) and "close each file" not in _advised(text=_UNSEEN)
+
+
+def _readings(*sizes: int) -> tuple[Reading, ...]:
+    return tuple(Reading(float(when), {"ram": Level(size * GB, 64 * GB)}) for when, size in enumerate(sizes))
+
+
+_KILLED: dict[str, Any] = {"ending": ExitStatus(signal=9), "oom": OomCount(1, True, "own")}
+
+
+def test_memory_that_grew_to_the_end_without_workers_is_looked_for_with_leak() -> None:
+    leak = _readings(1, 8, 15, 22, 29, 36, 43, 50, 57, 63)
+    told = _advised(**_KILLED, workers=False, readings=leak)
+    assert "legroom leak -- " in told and "fewer workers" not in told
+    for readings in (_readings(1, 60, 60, 60, 60, 60, 60, 61), _readings(1, 1, 1, 1, 1, 1, 1, 63), leak[:3]):
+        told = _advised(**_KILLED, workers=False, readings=readings)
+        assert "legroom leak" not in told and "no worker processes" in told
+    for workers in (True, None):
+        assert "fewer workers" in _advised(**_KILLED, workers=workers, readings=leak)
+
+
+_HUGE = f"{_AT}    x = np.zeros(n)\nnumpy._core._exceptions._ArrayMemoryError: Unable to allocate {{}} for an array with shape (9,)\n"
+
+
+@pytest.mark.parametrize("size", ["149. GiB", "149. TiB", "2.00 PiB"])
+def test_one_array_larger_than_the_machine_is_called_that(size: str) -> None:
+    text = _HUGE.format(size)
+    machine = with_pool(healthy(), "ram", 64 * GB, None, None)
+    machine = replace(machine, memory=replace(machine.memory, total=64 * GB))
+    evidence = Evidence(log=facts_of(text.encode()), peaks={"ram": Level(GB, 64 * GB)}, ending=ExitStatus(1))
+    verdict = with_fixes(classify(evidence), evidence, machine)
+    told = "\n".join(verdict.fix)
+    assert "larger than all RAM" in told and "workers" not in told
+    assert verdict.too_large and verdict.without_effect == {"num_workers", "prefetch_factor"}
+    small = Evidence(log=facts_of(_HUGE.format("3.00 GiB").encode()), peaks=evidence.peaks, ending=ExitStatus(1))
+    assert classify(small).too_large is None and "larger than" not in "\n".join(
+        with_fixes(classify(small), small, machine).fix
     )
-    assert "asked for" not in small and "fewer workers" in small

@@ -173,6 +173,7 @@ def test_a_job_has_a_loader_while_one_of_its_processes_is_a_worker(group: Group,
     watched.update(3.0, 0)
     watched.measure([main, worker, own])
     assert watched.loader and watched.torch_workers
+    assert not watched.children  # of a Python process; these are of a shell
     group.end(own)
     watched.update(4.0, 0)
     watched.measure([main, worker])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
+from legroom.records.failure import Cause, Evidence, Likely, OomCount, Role, Verdict, Victim
 from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.retry_settings import (
@@ -235,6 +235,29 @@ def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised
     assert next_step(_v("worker-killed"), found, repeated=True).stop
     assert next_step(_v("fds-exhausted"), found).raise_descriptors
     assert next_step(_v("fds-exhausted"), found, descriptors_raised=True).changes == LoaderSettings(num_workers=2)
+
+
+def test_a_setting_without_influence_is_not_lowered() -> None:
+    of_workers = frozenset({"num_workers", "prefetch_factor"})
+    killed = replace(_v("ram-oom-kill"), without_effect=of_workers)
+    alone = next_step(killed, command_settings(["t", "--workers", "4"]))
+    assert alone.stop and "no influence" in alone.why
+    both = next_step(killed, command_settings(["t", "--workers", "4", "--batch_size", "8", "--accum_iter", "1"]))
+    assert both.changes == LoaderSettings(batch_size=4, accumulation=2)
+    opened = replace(_v("fds-exhausted"), without_effect=of_workers)
+    assert next_step(opened, command_settings(["t", "--workers", "4"])).raise_descriptors
+    assert next_step(opened, command_settings(["t", "--workers", "4"]), descriptors_raised=True).stop
+    without = classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"), workers=False))
+    assert without.without_effect == of_workers
+    refused = (  # before it starts them
+        'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    next(it)\n'
+        "legroom.errors.BudgetTooSmall: workers have no memory [budget-too-small]\n"
+    )
+    before = Evidence(ending=ExitStatus(1), workers=False, log=facts_of(refused.encode()))
+    assert classify(before).without_effect == frozenset()
+    unsure = classify(Evidence(ending=ExitStatus(signal=9), workers=False))  # unknown, most likely an OOM kill
+    assert unsure.cause == "unknown" and unsure.without_effect == of_workers
+    assert classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"))).without_effect == frozenset()
 
 
 @settings(deadline=None)  # a starved machine is no failure
