@@ -532,8 +532,8 @@ class _Index:
             log.warning(
                 "%s",
                 say(
-                    "{path} is one sample {key!r} with {count} files: a key ends at the first dot of the file's name, as "
-                    "in webdataset. If they are several samples, name them without this dot",
+                    "{path} is one sample {key!r} with {count} files: a key ends at the first dot of the file's name, "
+                    "as in webdataset. If they are several samples, name them without this dot",
                     path=self._path, key=self._key, count=len(self._here),
                 ),
             )  # fmt: skip

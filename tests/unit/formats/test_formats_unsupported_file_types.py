@@ -216,12 +216,10 @@ def test_files_of_file_managers_beside_classes_are_passed_over(tmp_path: Path) -
         (tmp_path / "cat" / name).write_bytes(b"x")
     with open_source(tmp_path) as reader:
         assert reader.describe().attributes["classes"] == ["cat", "dog"]
-    for name, word in (("__MACOSX", "macOS"), (".ipynb_checkpoints", "no image")):
-        (tmp_path / name).mkdir()
-        with open_source(tmp_path) as reader, pytest.raises(LegroomError, match=word) as caught:
-            reader.describe()
-        assert str(tmp_path / name) in caught.value.fix[0]
-        (tmp_path / name).rmdir()
+    (tmp_path / "__MACOSX").mkdir()
+    with open_source(tmp_path) as reader, pytest.raises(LegroomError, match="macOS") as caught:
+        reader.describe()
+    assert str(tmp_path / "__MACOSX") in caught.value.fix[0]
 
 
 def test_a_directory_that_is_no_dataset_is_named(tmp_path: Path) -> None:
