@@ -4,7 +4,7 @@
 below the root. The order of the rows is ImageFolder's, so that row i is its sample i: classes sorted, in each class the
 directories sorted by their whole path, in each directory the files sorted. Links are followed. Two differences: files
 ``._1.jpg``, which macOS adds on other file systems, are skipped. ImageFolder lists them and fails when it decodes one.
-Directories that begin with a dot, such as ``.git`` and ``.ipynb_checkpoints``, are skipped, too: there they are classes.
+Directories that begin with a dot, such as ``.git`` and ``.ipynb_checkpoints``, are skipped; there they are classes.
 
 A directory whose subdirectories are splits (``train/``, ``val/``) or have no images is refused when it is recognized.
 """
