@@ -79,7 +79,8 @@ def load(
 ) -> None:
     """Load files into the cache.
 
-    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need the extra "remote": pip install
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path. In quotes, 'train-*.tar' and
+    'train-{000..127}.tar' stand for the shards of one dataset. URLs need the extra "remote": pip install
     "legroom[remote]", or ".[remote]" in a clone. An interrupted download continues where it stopped.
     """
     from legroom.loader.batches.legroom_open import open as open_data
@@ -303,6 +304,14 @@ def listing_text(found: Listing) -> str:
             bound=room.bound_by,
         )  # fmt: skip
         lines.append(paragraph(told, "", "  "))
+        if room.leftovers:
+            told = say("{size} left there by processes that were killed; legroom cache gc removes it",
+                       size=format_size(room.leftovers))  # fmt: skip
+            lines.append(paragraph(told, "  ", "    "))
+        if room.downloads:
+            told = say("{size} of interrupted downloads there, kept for a day for the next attempt",
+                       size=format_size(room.downloads))  # fmt: skip
+            lines.append(paragraph(told, "  ", "    "))
     lines += [
         paragraph(say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  ")
         for finding in found.findings
