@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -284,6 +285,39 @@ def test_inplace_maps_the_file_where_it_lies(shm: Path, tmp_path: Path) -> None:
 def test_inplace_refuses_what_must_be_decoded(shm: Path, h5: Path) -> None:
     with pytest.raises(UnsupportedData, match="in place"):
         legroom.open(h5, backing="inplace")
+
+
+def test_data_without_arrays_have_no_rows_to_loop_over(shm: Path, tmp_path: Path) -> None:
+    h5py.File(tmp_path / "x.h5", "w").close()
+    data = legroom.open(tmp_path / "x.h5")
+    assert dict(data) == {}
+    for ask in (lambda: data.batches(2), data.dataset):
+        with pytest.raises(UsageError, match=r"no columns|no array with rows") as caught:
+            ask()
+        assert "different" not in str(caught.value)
+    with pytest.raises(UnsupportedData, match="it has no arrays"):
+        legroom.plan(batch_size=2, data=tmp_path / "x.h5")
+    for name, rows in (("zero", np.zeros((0, 4))), ("one", np.float32(1))):
+        np.save(tmp_path / f"{name}.npy", rows)
+    with pytest.raises(UnsupportedData, match="its arrays have 0 rows"):
+        legroom.plan(batch_size=2, data=tmp_path / "zero.npy")
+    with pytest.raises(UnsupportedData, match="none of its 1 arrays has a first axis"):
+        legroom.plan(batch_size=2, data=tmp_path / "one.npy")
+
+
+def test_inplace_says_that_a_format_does_not_store_the_array(shm: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        info = tarfile.TarInfo("1.jpg")
+        info.size = 3
+        archive.addfile(info, io.BytesIO(b"abc"))
+    with pytest.raises(UnsupportedData, match="webdataset does not store it as one array") as caught:
+        legroom.open(tmp_path / "x.tar", backing="inplace")
+    assert "contiguous" not in str(caught.value)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(9), chunks=(3,))
+    with pytest.raises(UnsupportedData, match="chunked") as caught:
+        legroom.open(tmp_path / "x.h5", backing="inplace")
+    assert "contiguous" in str(caught.value)
 
 
 def test_progress_reaches_the_end_and_never_goes_back(shm: Path, npy) -> None:
