@@ -112,10 +112,6 @@ def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None, dtype: s
             raise _cannot(planned.tables[0].spec.name, say("it is a table"))
         for target in planned.arrays:
             extent = reader.extent(target.spec.name)
-            if extent is None and (target.spec.ragged is not None or not reader.has_extents()):
-                raise _cannot(
-                    target.spec.name, say("the format {kind} does not store it as one array", kind=planned.kind)
-                )
             if extent is None:
                 raise _cannot(
                     target.spec.name,

@@ -51,7 +51,12 @@ def command() -> None:
 @click.option(
     "--dtype", metavar="TYPE", help="Type of the numbers in a raw binary file of token IDs, for example uint16."
 )
-@click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
+@click.option(
+    "--join",
+    is_flag=True,
+    help="Load the files as shards of one dataset, joined along the first axis. A quoted pattern always is one dataset: "
+    "'train-*.tar' or 'train-{000..127}.tar'.",
+)
 @backing_option
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
               help="Hash function that identifies the source file.")  # fmt: skip
@@ -79,8 +84,7 @@ def load(
 ) -> None:
     """Load files into the cache.
 
-    FILES are paths, or URLs such as s3://bucket/key and https://host/path. In quotes, 'train-*.tar' and
-    'train-{000..127}.tar' stand for the shards of one dataset. URLs need the extra "remote": pip install
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need the extra "remote": pip install
     "legroom[remote]", or ".[remote]" in a clone. An interrupted download continues where it stopped.
     """
     from legroom.loader.batches.legroom_open import open as open_data

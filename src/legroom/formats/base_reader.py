@@ -233,10 +233,6 @@ class BaseReader:
         with self._reserve(spec):
             self._read(spec, out, progress)
 
-    def has_extents(self) -> bool:
-        """Whether arrays of this format can lie in one piece in a file at all."""
-        return type(self)._extent is not BaseReader._extent
-
     def extent(self, name: str) -> Extent | None:
         """Where the array's raw bytes are in a file, or None if it must be decoded."""
         spec = self._array(name)

@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -303,21 +302,6 @@ def test_data_without_arrays_have_no_rows_to_loop_over(shm: Path, tmp_path: Path
         legroom.plan(batch_size=2, data=tmp_path / "zero.npy")
     with pytest.raises(UnsupportedData, match="none of its 1 arrays has a first axis"):
         legroom.plan(batch_size=2, data=tmp_path / "one.npy")
-
-
-def test_inplace_says_that_a_format_does_not_store_the_array(shm: Path, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        info = tarfile.TarInfo("1.jpg")
-        info.size = 3
-        archive.addfile(info, io.BytesIO(b"abc"))
-    with pytest.raises(UnsupportedData, match="webdataset does not store it as one array") as caught:
-        legroom.open(tmp_path / "x.tar", backing="inplace")
-    assert "contiguous" not in str(caught.value)
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(9), chunks=(3,))
-    with pytest.raises(UnsupportedData, match="chunked") as caught:
-        legroom.open(tmp_path / "x.h5", backing="inplace")
-    assert "contiguous" in str(caught.value)
 
 
 def test_progress_reaches_the_end_and_never_goes_back(shm: Path, npy) -> None:
