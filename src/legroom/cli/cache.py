@@ -54,7 +54,7 @@ def command() -> None:
 @click.option(
     "--join",
     is_flag=True,
-    help="Load the files as shards of one dataset, joined along the first axis. A quoted pattern always is one dataset: "
+    help="Load the files as shards of one dataset, joined along the first axis. A quoted pattern is always one: "
     "'train-*.tar' or 'train-{000..127}.tar'.",
 )
 @backing_option
