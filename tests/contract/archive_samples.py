@@ -63,7 +63,12 @@ def read_webdataset(path: Path) -> Arrays:
     with tarfile.open(path, "r:") as archive:
         for member in archive:
             last = member.name.rpartition("/")[2]
-            if not member.isreg() or "." not in last or last.startswith(".") or member.name.startswith("__"):
+            if (
+                not (member.isreg() or member.issym() or member.islnk())
+                or "." not in last
+                or last.startswith(".")
+                or member.name.startswith("__")
+            ):
                 continue
             key = member.name[: len(member.name) - len(last)] + last.partition(".")[0]
             if not keys or key != keys[-1]:

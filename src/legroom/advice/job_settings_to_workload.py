@@ -256,7 +256,11 @@ def _rows_of_file(path: str | os.PathLike[str], keys: str | Iterable[str] | None
     if rows < 1:
         raise UnsupportedData(
             say("{path} has no rows to build batches from", path=path),
-            why=say("none of its {count} arrays has a first axis", count=len(description.items)),
+            why=say("its arrays have 0 rows")
+            if counts
+            else say("none of its {count} arrays has a first axis", count=len(description.items))
+            if description.items
+            else say("it has no arrays"),
             fix=(say("pass the size of one sample instead: sample_bytes='600KB'"),),
         )
     tensors: list[Fraction] = []

@@ -1,6 +1,7 @@
 """One shared copy of a dataset for all processes of a user on a machine.
 
 Open and find:
+    expand_braces             the names that ``train-{000..127}.tar`` stands for
     find_or_build_entry       open a source: attach its entry, or build it in the first store with room
     lease_and_map_entry       lease, check and map an entry
     cached_arrays_and_tables  the opened data: arrays, Arrow tables, ragged rows, tensors

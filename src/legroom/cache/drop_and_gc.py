@@ -88,10 +88,12 @@ def gc(*, free: int | None = None, older: float | None = None, stale: bool = Fal
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
         for store in stores.distinct:
-            strays += delete_strays(store, dry_run=dry_run)
+            count, of_strays = delete_strays(store, dry_run=dry_run)
+            strays += count
             with store_lock(store):
                 abandoned = eviction.unused_downloads(store, eviction.ABANDONED if older is None else older)
                 strays += len(abandoned)
+                of_strays += sum(directory_bytes(store.work, name) for name in abandoned)
                 for name in () if dry_run else abandoned:
                     eviction.remove_download(store, name)
             wanted = _wanted(store, older, matcher if stale else None)
@@ -99,32 +101,33 @@ def gc(*, free: int | None = None, older: float | None = None, stale: bool = Fal
             if free is not None:
                 gone = {old.key for old in wanted}
                 # A dry run frees nothing that could be measured.
-                hoped = of_these if dry_run else 0
+                hoped = of_these + of_strays if dry_run else 0
                 more, missing = _make_room(store, free, gone, removed, kept, dry_run, hoped)
                 of_these += more
                 short += [missing] if missing is not None else []
-            freed += of_these
+            freed += of_these + of_strays
             if not dry_run:
                 delete_strays(store)  # belonged to the removed entries: not counted as strays
     return Reaped(tuple(removed), freed, strays, tuple(kept), dry_run, tuple(short))
 
 
-def delete_strays(store: Store, *, dry_run: bool = False) -> int:
+def delete_strays(store: Store, *, dry_run: bool = False) -> tuple[int, int]:
     """Delete half-built directories, trash, records and lock files without an entry.
 
-    Returns how many of them dead processes left.
+    Returns how many of them dead processes left, and their bytes.
 
     Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
         scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_sources.TEMPORARY)]
+        nbytes = eviction.leftover_bytes(store)
         left = sum(map(len, leftovers(store))) if dry_run else delete_leftovers(store)
         if not dry_run:
             _clear_records(store)
             remembered_sources.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
-        return left + len(scratch)
+        return left + len(scratch), nbytes
 
 
 def in_use_error(store: Store, key: str) -> EntryInUse:

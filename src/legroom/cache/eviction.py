@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from legroom.cache import locks, store_free_space
 from legroom.cache.lease_and_map_entry import lock_name, opened_entry, read_manifest
 from legroom.cache.manifest import Damaged, OtherFormat, is_key
-from legroom.cache.store_directories import DOWNLOAD, LOCK, Store, delete_trash, in_memory, log, move_to_trash, step
+from legroom.cache.store_directories import (
+    DOWNLOAD,
+    LOCK,
+    Store,
+    delete_trash,
+    in_memory,
+    leftovers,
+    log,
+    move_to_trash,
+    step,
+)
 from legroom.cache.store_free_space import directory_bytes, keep_count
 from legroom.messages import say
 
@@ -129,6 +139,11 @@ def move_entry_to_trash(store: Store, key: str) -> str | None:
 
 
 ABANDONED = 24 * 3600.0  # seconds after which gc removes a download that no process works on
+
+
+def leftover_bytes(store: Store) -> int:
+    """What dead builders and interrupted removals left takes, under the store's lock."""
+    return sum(directory_bytes(store.work, name) for names in leftovers(store) for name in names)
 
 
 def unused_downloads(store: Store, older: float = 0.0) -> list[str]:

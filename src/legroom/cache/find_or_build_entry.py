@@ -209,7 +209,10 @@ def _memory_maps() -> tuple[int, int]:
 
 
 def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
-    """Absolute paths of a path, a URL, a glob pattern (matches sorted), or several of these."""
+    """Absolute paths of a path, a URL, a glob pattern (matches sorted), several of these, or a name with braces.
+
+    A file of exactly that name is meant as it is. Of ``{000..127}`` opening says which name is missing.
+    """
     found: list[SourcePath] = []
     for one in _named(path):
         if isinstance(one, ObjectUrl):
@@ -225,26 +228,38 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
         if "://" in text and is_url(text):
             local = local_path(text)
             if local is None:
-                found.extend(_objects(text))
+                for name in _expanded(text) or [text]:
+                    found.extend(_objects(name))
                 continue
             text = local
         text = os.path.expanduser(text)
-        if glob.has_magic(text) and not os.path.lexists(text):
-            matches = sorted(glob.glob(text, recursive=True))
-            if not matches:
-                raise UnreadableSource(
-                    say("nothing matches {pattern}", pattern=text),
-                    why=say("the working directory is {cwd}", cwd=os.getcwd()),
-                    fix=(say("check the pattern"),),
-                )
-            found.extend(map(absolute, matches))
-        else:
-            found.append(absolute(text))
+        names = None if os.path.lexists(text) else _expanded(text)
+        for name in names or [text]:
+            found.extend(_matching(name))
     if not found:
         raise UsageError(say("no path was given"), fix=(say("pass a path, a glob pattern or a list of paths"),))
     if any(isinstance(one, Path) and one.suffix == ".bin" for one in found):
         found = lazy_import("legroom.formats.megatron_reader").with_indexes(found)
     return tuple(found)
+
+
+def _expanded(text: str) -> list[str] | None:
+    names: list[str] | None = lazy_import("legroom.cache.expand_braces").expand_braces(text) if "{" in text else None
+    return names
+
+
+def _matching(text: str) -> list[Path]:
+    """The file of that name, or those that match it as a pattern."""
+    if glob.has_magic(text) and not os.path.lexists(text):
+        matches = sorted(glob.glob(text, recursive=True))
+        if not matches:
+            raise UnreadableSource(
+                say("nothing matches {pattern}", pattern=text),
+                why=say("the working directory is {cwd}", cwd=os.getcwd()),
+                fix=(say("check the pattern"),),
+            )
+        return list(map(absolute, matches))
+    return [absolute(text)]
 
 
 def _objects(text: str) -> list[ObjectUrl]:

@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from legroom.cache import mapped_files_and_checksums, remembered_sources, source_stamps_and_digests, store_free_space
+from legroom.cache import (
+    eviction,
+    mapped_files_and_checksums,
+    remembered_sources,
+    source_stamps_and_digests,
+    store_free_space,
+)
 from legroom.cache.eviction import last_used, least_recent_first
 from legroom.cache.find_or_build_entry import source_paths
 from legroom.cache.lease_and_map_entry import (
@@ -246,9 +252,15 @@ def _room(store: Store) -> StoreRoom:
     with store_lock(store):
         bound = store_free_space.tightest(store_free_space.bounds(store))
         free = max(0, bound.free - store_free_space.outstanding_reservations(store))
+        left = eviction.leftover_bytes(store)
+        downloads = eviction.unused_downloads(store), eviction.unused_downloads(store, eviction.ABANDONED)
+        unfinished, abandoned = (sum(directory_bytes(store.work, name) for name in names) for names in downloads)
     size = stats.f_blocks * stats.f_frsize
     used = sum(old.nbytes for old in least_recent_first(store))  # without locks and records
-    return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what())
+    root = os.fspath(store.root)
+    return StoreRoom(
+        root, store.backing, size, used, free, bound.what(), left + abandoned, max(0, unfinished - abandoned)
+    )
 
 
 def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: bool = True) -> NotLoaded:

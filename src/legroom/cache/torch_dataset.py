@@ -53,11 +53,12 @@ class SharedDataset:
         self.decode = _checked(decode, self.names)
         self._columns = [_Column(name, _column(data, name), self.decode.get(name)) for name in self.names]
         lengths = {column.name: len(column.values) for column in self._columns}
+        if not lengths:
+            raise UsageError(say("there is no array with rows"), fix=(say("open data with arrays that have rows"),))
         if len(set(lengths.values())) != 1:
             raise UsageError(
                 say("these arrays have different numbers of rows"),
-                why=listed(say("{name}: {rows}", name=name, rows=rows) for name, rows in lengths.items())
-                or say("there is no array with rows"),
+                why=listed(say("{name}: {rows}", name=name, rows=rows) for name, rows in lengths.items()),
                 fix=(say("pass arrays of equal length: data.dataset('images', 'labels')"),),
             )
         self._length = next(iter(lengths.values()))

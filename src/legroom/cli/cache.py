@@ -53,7 +53,12 @@ def command() -> None:
 @click.option(
     "--dtype", metavar="TYPE", help="Type of the numbers in a raw binary file of token IDs, for example uint16."
 )
-@click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
+@click.option(
+    "--join",
+    is_flag=True,
+    help="Load the files as shards of one dataset, joined along the first axis. A quoted pattern is always one: "
+    "'train-*.tar' or 'train-{000..127}.tar'.",
+)
 @backing_option
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
               help="Hash function that identifies the source file; blake3 and xxh3 need the package blake3 or "
@@ -333,6 +338,14 @@ def listing_text(found: Listing) -> str:
             bound=room.bound_by,
         )  # fmt: skip
         lines.append(paragraph(told, "", "  "))
+        if room.leftovers:
+            told = say("{size} left there by processes that were killed; legroom cache gc removes it",
+                       size=format_size(room.leftovers))  # fmt: skip
+            lines.append(paragraph(told, "  ", "    "))
+        if room.downloads:
+            told = say("{size} of interrupted downloads there, kept for a day for the next attempt",
+                       size=format_size(room.downloads))  # fmt: skip
+            lines.append(paragraph(told, "  ", "    "))
     lines += [
         paragraph(say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  ")
         for finding in found.findings

@@ -340,7 +340,7 @@ def directory_format(path: Path) -> Format | PluginFormat:
             raise not_a_dataset(path, other.why, *other.fix)
         if not found:
             images = lazy_import("legroom.formats.image_folder_reader")
-            if any(names.values()):
+            if any(below and not images.is_hidden(name) for name, below in names.items()):
                 images.require_classes(path, names)
                 return _IMAGE_FOLDER
             images.refuse_images_without_classes(path, names)

@@ -2,8 +2,9 @@
 
 ``image`` is the files' bytes as they are, ``label`` the number of the class in sorted order, ``path`` the file's path
 below the root. The order of the rows is ImageFolder's, so that row i is its sample i: classes sorted, in each class the
-directories sorted by their whole path, in each directory the files sorted. Links are followed. One difference: files
+directories sorted by their whole path, in each directory the files sorted. Links are followed. Two differences: files
 ``._1.jpg``, which macOS adds on other file systems, are skipped. ImageFolder lists them and fails when it decodes one.
+Directories that begin with a dot, such as ``.git`` and ``.ipynb_checkpoints``, are skipped; there they are classes.
 
 A directory whose subdirectories are splits (``train/``, ``val/``) or have no images is refused when it is recognized.
 """
@@ -51,9 +52,14 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGES) and not name.startswith(_APPLE_DOUBLE)
 
 
+def is_hidden(folder: str) -> bool:
+    """Whether a directory of that name is passed over: programs keep their own files in it."""
+    return folder.startswith(".")
+
+
 def require_classes(path: Path, names: Mapping[str, bool]) -> None:
     """Refuse a directory that may not be one directory of images per class."""
-    classes = [name for name in sorted(names) if names[name]]
+    classes = [name for name in sorted(names) if names[name] and not is_hidden(name)]
     beside = [name for name in sorted(names) if not names[name]]
     if all(name.lower() in _SPLITS for name in classes):
         example = path / classes[0]
@@ -75,7 +81,7 @@ def require_classes(path: Path, names: Mapping[str, bool]) -> None:
 
 def folders_with_images(path: Path, names: Mapping[str, bool]) -> list[str]:
     """Which of the first directories in it have images."""
-    folders = [name for name in sorted(names) if names[name]]
+    folders = [name for name in sorted(names) if names[name] and not is_hidden(name)]
     return [name for name in folders[:_CLASSES_LOOKED_INTO] if _has_image(path / name)]
 
 
@@ -106,7 +112,7 @@ def _has_image(path: Path) -> bool:
         looked += 1 + len(names)
         if any(is_image(name) for name, below in names.items() if not below):
             return True
-        waiting += [folder / name for name, below in names.items() if below]
+        waiting += [folder / name for name, below in names.items() if below and not is_hidden(name)]
     return False
 
 
@@ -194,7 +200,10 @@ class ImageFolderReader(SlabReader):
             with os.scandir(fd) as found:
                 for one in found:
                     counted.add(_NAME + len(one.name))
-                    (folders if is_folder(one) else files).append(one.name)
+                    if not is_folder(one):
+                        files.append(one.name)
+                    elif not is_hidden(one.name):
+                        folders.append(one.name)
         except OSError as problem:
             raise self._root.gone(folder, problem) from problem
         finally:

@@ -99,7 +99,13 @@ def parse_index(path: Path, text: bytes) -> tuple[list[Column], list[MdsShard]]:
     except (ValueError, RecursionError) as problem:
         raise damaged(path, f"it is not JSON: {problem}") from problem
     shards = index.get("shards") if isinstance(index, dict) else None
-    if not isinstance(shards, list) or not shards:
+    if shards == []:
+        raise UnsupportedData(
+            say("{path} has no samples", path=path),
+            why=say("its list of shards is empty"),
+            fix=(say("if it is being written, wait until MDSWriter has ended: it writes the list last"),),
+        )
+    if not isinstance(shards, list):
         raise _not_an_index(path, say("it has no list of shards"))
     first: list[Column] | None = None
     found = []

@@ -6,18 +6,26 @@ and headers that two programs would read differently, are refused with the name 
 
 Files in a row with the same name up to the first dot of the last path component are one sample. What follows the dot,
 in lower case, is a column: a ragged array of bytes. ``__key__`` is the samples' names. Names without a dot, names in
-double underscores and entries that are no regular files are skipped, as the webdataset package does. It raises for a
+double underscores, directories and devices are skipped, as the webdataset package does. It raises for a
 file that a sample has twice; so does this. A sample that lacks a column is refused, because a row of a ragged array
 can be empty but not missing.
+
+webdataset skips links, so their samples are missing there. Here a link to a file of the same archive is that file, as
+tarfile resolves it; any other is refused.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +38,12 @@ from legroom.formats.gather_byte_ranges import GrowingMemory, SlabReader, gather
 from legroom.messages import listed, say, shown
 from legroom.units import format_size
 
+log = logging.getLogger("legroom")
 BLOCK = 512
 _REGULAR = b"0\0" + b"7"  # also "contiguous files", which everybody reads as regular ones
+_HARD, _SYMBOLIC = b"1", b"2"
+_LINKS = (_HARD, _SYMBOLIC)
+_DIRECTORY = b"5"
 _WITHOUT_DATA = b"123456"  # links, devices, directories, pipes: whatever size their header states
 _PAX = b"xX"  # for the next file; Solaris wrote X
 _MOST_EXTENDED = 1 << 20  # bytes of a long name or a PAX header
@@ -47,6 +59,7 @@ class _Pending:
 
     name: str | None = None
     size: int | None = None
+    target: bytes | None = None  # of a link
     headers: bytes = b""  # their types
 
 
@@ -58,8 +71,18 @@ def is_tar(file: SourceFile) -> bool:
     return block[0] != 0 and _has_checksum(block)
 
 
+Member = tuple[bytes, str, int, int, bytes]
+
+
 def regular_files(file: SourceFile) -> Iterator[tuple[str, int, int]]:
     """(name, first byte, size) of each regular file, in the archive's order."""
+    for kind, name, start, size, _ in members(file):
+        if kind == b"0":
+            yield name, start, size
+
+
+def members(file: SourceFile) -> Iterator[Member]:
+    """(type, name, first byte, size, target of a link) of each member, in order; the type of a regular file is 0."""
     blocks, at, pending = _Blocks(file), 0, _Pending()
     while True:
         block = blocks.at(at)
@@ -81,12 +104,15 @@ def regular_files(file: SourceFile) -> Iterator[tuple[str, int, int]]:
             raise _sparse(file, name)
         if kind in _REGULAR and not (kind == b"\0" and _plain_name(block).endswith(b"/")):
             file.require(data, size)
-            yield name, data, size
+            yield b"0", name, data, size, b""
             at = data + _padded(size)
         elif kind in _WITHOUT_DATA or kind in _REGULAR:
+            target = block[157:257].partition(b"\0")[0] if pending.target is None else pending.target
+            yield (_DIRECTORY if kind in _REGULAR else kind), name, data, 0, target if kind in _LINKS else b""
             at = data
         else:
             file.require(data, size)  # unknown to everybody: skipped with its data
+            yield kind, name, data, size, b""
             at = data + _padded(size)
         pending = _Pending()
 
@@ -202,22 +228,25 @@ def _read_extended(file: SourceFile, kind: bytes, data: int, size: int, at: int,
     text = file.read_at(data, size)
     if kind == b"g":
         records = _records(file, text, at)
-        if b"path" in records or b"size" in records or any(key.startswith(b"GNU.sparse.") for key in records):
+        if not {b"path", b"linkpath", b"size"}.isdisjoint(records) or any(
+            key.startswith(b"GNU.sparse.") for key in records
+        ):
             raise damaged(file.path, f"the global header at byte {at} sets the name or size of every file")
         return
     kind = b"x" if kind in _PAX else kind
     if kind in pending.headers:
         raise damaged(file.path, f"the file at byte {at} has two extended headers of the same kind")
     pending.headers += kind
-    name = None
-    if kind == b"L":
+    name = target = None
+    if kind in b"LK":
         # Programs end it at the first zero, wherever the size says that it ends.
-        name = file.read_at(data, min(_padded(size), file.size - data)).partition(b"\0")[0]
-        if len(name) not in (size - 1, size):
+        text = file.read_at(data, min(_padded(size), file.size - data)).partition(b"\0")[0]
+        if len(text) not in (size - 1, size):
             raise damaged(file.path, f"the long name at byte {at} does not have the length it states")
+        name, target = (text, None) if kind == b"L" else (None, text)
     elif kind == b"x":
         records = _records(file, text, at)
-        name = records.get(b"path")
+        name, target = records.get(b"path"), records.get(b"linkpath")
         if any(key.startswith(b"GNU.sparse.") for key in records):
             raise _sparse(file, records.get(b"GNU.sparse.name", name or b"").decode("utf-8", "replace"))
         if (stated := records.get(b"size")) is not None:
@@ -229,6 +258,10 @@ def _read_extended(file: SourceFile, kind: bytes, data: int, size: int, at: int,
         if pending.name is not None:
             raise damaged(file.path, f"the file at byte {at} has two long names")
         pending.name = _text(file, name, at)
+    if target is not None:
+        if pending.target is not None:
+            raise damaged(file.path, f"the file at byte {at} has two long names of its target")
+        pending.target = target
 
 
 def _records(file: SourceFile, text: bytes, at: int) -> dict[bytes, bytes]:
@@ -255,6 +288,77 @@ def _sparse(file: SourceFile, name: str) -> UnsupportedData:
     )
 
 
+_LINK = 250  # bytes that a link, or a file that may be its target, takes while links are resolved, without names
+
+
+class _Links:
+    """What the links of an archive stand for. Names are compared as tarfile does; the last of several counts."""
+
+    def __init__(self, file: SourceFile, counted: GrowingMemory) -> None:
+        wanted: set[bytes] = set()
+        for kind, name, _, _, target in members(file):
+            if kind in _LINKS:
+                counted.add(_LINK + len(target) + len(name))
+                wanted.add(_target_name(kind, name, target))
+        # By name: (number in the archive, type, first byte, size, name of its target).
+        self._named: dict[bytes, list[tuple[int, bytes, int, int, bytes]]] = {}
+        for number, (kind, name, start, size, target) in enumerate(members(file)):
+            if (path := os.path.normpath(name.encode())) in wanted:
+                counted.add(_LINK)
+                to = _target_name(kind, name, target) if kind in _LINKS else b""
+                self._named.setdefault(path, []).append((number, kind, start, size, to))
+        self._leads: dict[int, tuple[int, int] | str | None] = {}  # what was found out, by the link's number
+
+    def follow(self, number: int, link: Member) -> tuple[int, int] | str | None:
+        """First byte and size of the file that a link stands for; None: of no file; a text: why it cannot be read."""
+        kind, name, _, _, target = link
+        to, passed = _target_name(kind, name, target), [number]
+        if kind == _HARD and to == os.path.normpath(name.encode()) and self._before(to, number) is not None:
+            return None  # tar was given a file twice
+        if number in self._leads:
+            return self._leads[number]
+        # What is not known yet, and would be met again: a loop.
+        self._leads[number] = say("its target {target!r} is a link that leads back to itself", target=_shown(target))
+        while True:
+            found = self._before(to, passed[-1] if kind == _HARD else sys.maxsize)
+            if found is None or not to:
+                leads: tuple[int, int] | str | None = say(
+                    "its target {target!r} is not in the archive", target=_shown(to or target)
+                )
+                break
+            at, kind, start, size, to = found
+            if kind not in _LINKS:
+                leads = None if kind == _DIRECTORY else (start, size)
+                if kind not in (b"0", _DIRECTORY):
+                    leads = say("its target {target!r} is not a regular file", target=_shown(target))
+                break
+            if at in self._leads:
+                leads = self._leads[at]
+                break
+            self._leads[at] = self._leads[number]
+            passed.append(at)
+        self._leads.update(dict.fromkeys(passed, leads))
+        return leads
+
+    def _before(self, path: bytes, number: int) -> tuple[int, bytes, int, int, bytes] | None:
+        named = self._named.get(path, [])
+        place = bisect_left(named, number, key=itemgetter(0))
+        return named[place - 1] if place else None
+
+
+def _target_name(kind: bytes, name: str, target: bytes) -> bytes:
+    """The name in the archive that a link leads to; empty if that is outside of it."""
+    if not target or b"\0" in target or (kind == _SYMBOLIC and target.startswith(b"/")):
+        return b""
+    if kind == _HARD:
+        return os.path.normpath(target)
+    return os.path.normpath(os.path.join(os.path.dirname(name.encode()), target))
+
+
+def _shown(target: bytes) -> str:
+    return target.decode("utf-8", "replace")
+
+
 KEY = "__key__"
 _MOST_COLUMNS = 1000
 _ROW = 18  # bytes of a column's row in the index: two numbers, and what a growing array allocates ahead
@@ -278,9 +382,20 @@ class TarReader(SlabReader):
     def _describe(self) -> Description:
         index = _Index(self)
         with self._opened() as file:
-            for name, start, size in regular_files(file):
-                index.add(name, start, size)
+            links: _Links | None = None
+            for number, member in enumerate(members(file)):
+                kind, name, start, size, _ = member
+                if kind == b"0":
+                    index.add(name, start, size)
+                elif kind in _LINKS and split_name(name)[0] is not None:
+                    links = links or _Links(file, index.memory)
+                    leads = links.follow(number, member)
+                    if isinstance(leads, str):
+                        index.add(name, 0, 0, leads)
+                    elif leads is not None:
+                        index.add(name, *leads)
         index.finish()
+        index.warn_of_dots_in_keys()
         if not index.seen:
             raise UnsupportedData(
                 say("{path} has no samples", path=self.path),
@@ -366,7 +481,7 @@ class _Index:
     def __init__(self, reader: TarReader) -> None:
         self._path, self._selection = reader.path, reader.selection
         what = say("the list of files in {path}", path=reader.path)
-        self._memory = GrowingMemory(reader.memory, what, reader._size)
+        self.memory = GrowingMemory(reader.memory, what, reader._size)
         self.columns: dict[str, _Column] = {}
         self.keys, self.key_text = _Column(), bytearray()
         self.seen: dict[str, bool] = {}  # each column's name, and whether it is selected
@@ -374,7 +489,7 @@ class _Index:
         self._here: set[str] = set()  # the columns of the current sample
         self._first: str | None = None  # the first sample's key
 
-    def add(self, name: str, start: int, size: int) -> None:
+    def add(self, name: str, start: int, size: int, unreadable: str = "") -> None:
         key, column = split_name(name)
         if key is None:
             return
@@ -389,7 +504,13 @@ class _Index:
             )
         self._here.add(column)
         if self._is_selected(key, column):
-            self._memory.add(_ROW)
+            if unreadable:
+                raise self._refused(
+                    key,
+                    say("{name!r} is a link: {why}", name=name, why=unreadable),
+                    say("write the files themselves into the archive: tar --dereference --hard-dereference -cf …"),
+                )
+            self.memory.add(_ROW)
             if column not in self.columns:
                 self.columns[column] = _Column()
             self.columns[column].append(start, size)
@@ -405,9 +526,21 @@ class _Index:
             if len(column.starts) < rows:
                 raise self._lacks(self._key, name, str(self._first))
 
+    def warn_of_dots_in_keys(self) -> None:
+        """Warn of one sample with the files 1.jpg, 2.jpg, …: a key with a dot in it ends there."""
+        if len(self.keys.starts) == 1 and len({re.sub("[0-9]+", "0", one) for one in self._here}) < len(self._here):
+            log.warning(
+                "%s",
+                say(
+                    "{path} is one sample {key!r} with {count} files: a key ends at the first dot of the file's name, "
+                    "as in webdataset. If they are several samples, name them without this dot",
+                    path=self._path, key=self._key, count=len(self._here),
+                ),
+            )  # fmt: skip
+
     def _begin(self, key: str) -> None:
         text = key.encode()
-        self._memory.add(_ROW + len(text) * 9 // 8)
+        self.memory.add(_ROW + len(text) * 9 // 8)
         self.keys.append(0, len(text))
         self.key_text += text
         self._key, self._here = key, set()
@@ -426,7 +559,7 @@ class _Index:
                 raise self._refused(
                     key,
                     say("there are more than {most} different extensions", most=_MOST_COLUMNS),
-                    say("name the files of a sample KEY.EXTENSION, with the same extensions in every sample"),
+                    say("name the files of a sample KEY.EXTENSION, without a dot in KEY and with the same extensions"),
                 )
             self.seen[column] = any(self._selection.takes(f"{column}/{part}") for part in ("offsets", "values"))
         return self.seen[column]

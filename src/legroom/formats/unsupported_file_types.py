@@ -23,6 +23,7 @@ from legroom.units import format_size
 
 _LOOK = 4096  # bytes at the start of a file
 _PAGE = 1 << 16  # of HTML, in which its title is searched
+_MOST_EMPTY_TAR = 1 << 20  # bytes: tar fills the last record of an archive with zeros
 _MOST_ANSWER = 1000  # bytes of a server's answer without markup; data are larger
 _MOST_SHOWN = 200
 
@@ -173,6 +174,12 @@ def _short_answer(file: SourceFile, head: bytes) -> Facts | None:
     return {"text": _one_line(text)} if error or sentence else None
 
 
+def _empty_tar(file: SourceFile, head: bytes) -> Facts | None:
+    if not file.path.name.lower().endswith(".tar") or not 1024 <= file.size <= _MOST_EMPTY_TAR or file.size % 512:
+        return None
+    return None if any(head) or any(file.read_at(0, file.size)) else {"count": file.size}
+
+
 def _zeros(file: SourceFile, head: bytes) -> Facts | None:
     return {"count": len(head)} if len(head) >= 512 and not any(head) else None
 
@@ -299,6 +306,13 @@ TYPES = (
         why=phrase("its whole content is this text, which may be the answer of a server: {text}"),
         fix=_DOWNLOAD,
         stands_in=True,
+    ),
+    FileType(
+        facts=_empty_tar,
+        why=phrase("it is a tar archive without files: all of its {count} bytes are zeros"),
+        fix=(
+            phrase("write files into it; if it is a download that has only reserved its space, wait for it"),
+        ),
     ),
     FileType(
         facts=_zeros,

@@ -71,6 +71,8 @@ class StoreRoom:
     used: int  # by its entries only
     free: int  # for new entries: limited by the file system, the store's limit and the cgroup
     bound_by: str
+    leftovers: int = 0  # bytes left by dead processes, which gc removes
+    downloads: int = 0  # bytes of interrupted downloads, kept for the next attempt
 
 
 @dataclass(frozen=True, slots=True)

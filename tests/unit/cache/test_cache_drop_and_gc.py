@@ -222,8 +222,13 @@ class TestGc:
         looked = drop_and_gc.gc(dry_run=True)
         assert looked.dry_run
         assert trashed.exists()
+        taken = list_and_verify.store_rooms()[0][0].leftovers
+        assert taken == looked.freed == sum(path.stat().st_blocks * 512 for path in (trashed / "x", building / "y"))
+        assert taken >= 5000
         # A removal, a build (its directory and its lock are one), a record that was being written.
-        assert looked.strays == drop_and_gc.gc().strays == 3
+        done = drop_and_gc.gc()
+        assert (looked.strays, looked.freed) == (done.strays, done.freed) == (3, taken)
+        assert list_and_verify.store_rooms()[0][0].leftovers == drop_and_gc.gc().freed == 0
         assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "samples", "sources", "work"])
         assert os.listdir(shm / "work") == []
         assert sorted(os.listdir(shm / "locks")) == sorted([f"{data.info.key}.lock", "store.lock"])

@@ -286,6 +286,24 @@ def test_inplace_refuses_what_must_be_decoded(shm: Path, h5: Path) -> None:
         legroom.open(h5, backing="inplace")
 
 
+def test_data_without_arrays_have_no_rows_to_loop_over(shm: Path, tmp_path: Path) -> None:
+    h5py.File(tmp_path / "x.h5", "w").close()
+    data = legroom.open(tmp_path / "x.h5")
+    assert dict(data) == {}
+    for ask in (lambda: data.batches(2), data.dataset):
+        with pytest.raises(UsageError, match=r"no columns|no array with rows") as caught:
+            ask()
+        assert "different" not in str(caught.value)
+    with pytest.raises(UnsupportedData, match="it has no arrays"):
+        legroom.plan(batch_size=2, data=tmp_path / "x.h5")
+    for name, rows in (("zero", np.zeros((0, 4))), ("one", np.float32(1))):
+        np.save(tmp_path / f"{name}.npy", rows)
+    with pytest.raises(UnsupportedData, match="its arrays have 0 rows"):
+        legroom.plan(batch_size=2, data=tmp_path / "zero.npy")
+    with pytest.raises(UnsupportedData, match="none of its 1 arrays has a first axis"):
+        legroom.plan(batch_size=2, data=tmp_path / "one.npy")
+
+
 def test_progress_reaches_the_end_and_never_goes_back(shm: Path, npy) -> None:
     calls: list[tuple[int, int]] = []
     legroom.open(npy(array=np.zeros(30 << 20, np.uint8)), progress=lambda *now: calls.append(now))

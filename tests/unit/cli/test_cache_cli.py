@@ -424,3 +424,13 @@ def test_keys_complete_in_the_shell(home: Path, capsys: pytest.CaptureFixture[st
         text=True,
     )
     assert f"plain,{key}" in done.stdout, done.stderr
+
+
+def test_shards_named_with_braces_are_one_dataset(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        np.save(f"s-{number}.npy", np.full(3, number))
+    assert "s-0.npy and 1 more" in _text(capsys, "load", "s-{0..1}.npy")
+    assert "6 int64" in _text(capsys, "list", "s-{0..1}.npy")
+    assert "s-2.npy" in _text(capsys, "load", "s-{0..2}.npy", status=2)
+    assert "removed 1 entry" in _text(capsys, "drop", "s-{0..1}.npy")
+    assert "s-{7..8}.npy: not loaded" in _text(capsys, "list", "s-{7..8}.npy")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,25 @@ def _long_names(folder: Path, format: int = tarfile.GNU_FORMAT) -> Path:
     return write_tar(folder / "x", files, format)
 
 
+def _links(folder: Path) -> Path:
+    def write(archive: tarfile.TarFile, name: str, data: bytes = b"", kind: bytes = b"0", target: str = "") -> None:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname, info.size = kind, target, len(data)
+        archive.addfile(info, io.BytesIO(data))
+
+    with tarfile.open(folder / "x", "w", format=tarfile.GNU_FORMAT) as archive:
+        for number in range(3):
+            write(archive, f"{number}.a", b"%d" % number * 20)
+        write(archive, "4.a", kind=tarfile.LNKTYPE, target="0.a")
+        write(archive, "s/5.a", kind=tarfile.SYMTYPE, target="../1.a")
+        write(archive, "6.a", kind=tarfile.LNKTYPE, target="s/5.a")
+        write(archive, "7.a", kind=tarfile.SYMTYPE, target="d/" * 60 + "8.a")
+        write(archive, "d/" * 60 + "8.a", b"eight")
+        end = archive.offset
+    os.truncate(folder / "x", end + 1024)
+    return folder / "x"
+
+
 TINY = [
     Sample("hdf5", "hdf5", _h5, read_h5),
     Sample("hdf5-latest", "hdf5", lambda f: _h5(f, libver="latest"), read_h5),
@@ -208,6 +229,7 @@ TINY = [
     Sample("webdataset", "webdataset", lambda f: webdataset(f, 4, 300), read_webdataset),
     Sample("webdataset-gnu", "webdataset", _long_names, read_webdataset),
     Sample("webdataset-pax", "webdataset", lambda f: _long_names(f, tarfile.PAX_FORMAT), read_webdataset),
+    Sample("webdataset-links", "webdataset", _links, read_webdataset),
     # Without hashes: with them, almost every damage would be found by these alone.
     Sample("mds", "mds", lambda f: mds(f, 6, 60, hashes=()), read_mds),
     Sample("mds-gz", "mds", lambda f: mds(f, 6, 60, hashes=(), compression="gz"), read_mds),

@@ -314,6 +314,22 @@ def test_what_macos_adds_is_no_image(tmp_path: Path) -> None:
         read(root)
 
 
+def test_hidden_directories_are_no_classes_and_have_no_images(tmp_path: Path) -> None:
+    root = write(tmp_path / "x", ".ipynb_checkpoints/1.jpg", "cat/1.jpg", "cat/.ipynb_checkpoints/1.jpg", "dog/2.jpg")
+    (root / ".git").mkdir()  # empty
+    with legroom.open(root) as data:
+        assert data.attributes["classes"] == ["cat", "dog"]
+        assert data["label"].tolist() == [0, 1] and list(data["path"]) == ["cat/1.jpg", "dog/2.jpg"]
+    for files, why in (
+        ((".git/1.jpg", "1.jpg"), "no subdirectory for each class"),
+        ((".git/1.jpg", "cat/.git/1.jpg"), "no images"),
+        ((".git/1.jpg", "train/cat/1.jpg"), "splits"),
+        ((".git/1.jpg",), "none of these"),
+    ):
+        with pytest.raises(UnreadableSource, match=why):
+            legroom.open(write(tmp_path / why[:6], *files))
+
+
 def test_links_that_lead_nowhere_are_no_directories(tmp_path: Path) -> None:
     root = write(tmp_path / "x", "cat/1.jpg", "dog/2.jpg")
     (root / "cat/loop").symlink_to("loop")

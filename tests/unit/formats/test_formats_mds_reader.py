@@ -206,12 +206,16 @@ def test_an_index_that_lies_is_refused(shards: Path, fields: dict[str, Any]) -> 
         read(shards)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"shards": []}', '{"shards": [1]}', "[" * 100_000, '{"weight_map": {}}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"shards": [1]}', "[" * 100_000, '{"weight_map": {}}'])
 def test_another_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(LegroomError, match=r"index\.json"):
+        read(tmp_path)
+
+
+def test_an_index_without_shards_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(UnsupportedData, match=r"index\.json has no samples.*\n.*list of shards is empty"):
         read(tmp_path)
 
 

@@ -144,11 +144,13 @@ def test_the_samples_are_those_of_the_webdataset_package(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_long_names_and_links_are_read_as_tarfile_reads_them(tmp_path: Path, format: int) -> None:
+def test_long_names_are_read_as_tarfile_reads_them_and_links_of_no_sample_are_skipped(
+    tmp_path: Path, format: int
+) -> None:
     folder = "directory/" * (10 if format == tarfile.USTAR_FORMAT else 60)
     path = tmp_path / "x.tar"
     with tarfile.open(path, "w", format=format) as archive:
-        for kind, name in ((tarfile.DIRTYPE, "d.jpg"), (tarfile.SYMTYPE, "s.jpg"), (tarfile.LNKTYPE, "l.jpg")):
+        for kind, name in ((tarfile.DIRTYPE, "d.jpg"), (tarfile.SYMTYPE, "s"), (tarfile.LNKTYPE, "l")):
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "y" * (150 if format != tarfile.USTAR_FORMAT else 50)
             archive.addfile(info)
@@ -162,6 +164,108 @@ def test_long_names_and_links_are_read_as_tarfile_reads_them(tmp_path: Path, for
     found = read(path)
     assert b"".join(found["jpg"]) == expected["jpg/values"].tobytes()
     assert found["__key__"] == [f"{folder}ä{number}".encode() for number in range(3)]
+
+
+def link(name: str, target: str, kind: bytes = tarfile.LNKTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def file(name: str, data: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    return info, data
+
+
+def write_members(path: Path, format: int, *members: Any) -> Path:
+    with tarfile.open(path, "w", format=format) as archive:
+        for one in members:
+            info, data = one if isinstance(one, tuple) else (one, b"")
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_links_to_files_of_the_archive_are_these_files_as_tarfile_reads_them(tmp_path: Path, format: int) -> None:
+    long = "directory/" * (9 if format == tarfile.USTAR_FORMAT else 30)
+    path = write_members(
+        tmp_path / "x.tar", format,
+        file(f"{long}ä0.jpg", b"old"), file(f"{long}ä0.cls", b"0"),
+        link("a/1.jpg", f"{long}ä0.jpg"), file("a/1.cls", b"1"),
+        link("a/2.jpg", "../z/9.jpg", tarfile.SYMTYPE), link("a/2.cls", "1.cls", tarfile.SYMTYPE),
+        link("./a/3.jpg", "a//2.jpg"), link("./a/3.cls", "./a/2.cls"),
+        link("without_a_dot", "nowhere"),
+        file("z/9.jpg", b"first of that name"), file("z/9.cls", b"9"),
+        link("y/8.jpg", "../latest", tarfile.SYMTYPE), file("y/8.cls", b"8"),
+        file("z/9.jpg", b"last"), file("z/9.cls", b""),
+        link("latest", "z/9.jpg"),
+    )  # fmt: skip
+    expected: dict[str, list[bytes]] = {"jpg": [], "cls": []}
+    with tarfile.open(path) as archive:
+        for one in archive.getmembers():
+            if column := split_name(one.name)[1]:
+                opened = archive.extractfile(one)
+                assert opened is not None
+                expected[column].append(opened.read())
+    found = read(path)
+    assert {name: found[name] for name in expected} == expected
+    assert expected["jpg"] == [b"old", b"old", b"last", b"last", b"first of that name", b"last", b"last"]
+    assert found["__key__"][2:5] == [b"a/2", b"./a/3", b"z/9"]
+    data = legroom.open(path)
+    assert [bytes(row) for row in data["jpg"]] == expected["jpg"]
+
+
+@pytest.mark.parametrize(
+    ("links", "why"),
+    [
+        ([link("k.jpg", "nowhere.jpg")], r"'k'.*\n?.*'k.jpg' is a link: its target 'nowhere.jpg' is not in"),
+        ([link("k.jpg", "later.jpg")], "'later.jpg' is not in the archive"),
+        ([link("k.jpg", "/j.jpg", tarfile.SYMTYPE)], "'/j.jpg' is not in the archive"),
+        ([link("k.jpg", "../j.jpg", tarfile.SYMTYPE)], "'../j.jpg' is not in the archive"),
+        ([link("k.jpg", "")], "'' is not in the archive"),
+        ([link("k.jpg", "k.jpg", tarfile.SYMTYPE)], "leads back to itself"),
+        ([link("k.jpg", "k.jpg")], "'k.jpg' is not in the archive"),
+        ([link("k.jpg", "b", tarfile.SYMTYPE), link("b", "c", tarfile.SYMTYPE), link("c", "b", tarfile.SYMTYPE)],
+         "leads back to itself"),
+        ([link("pipe", "", tarfile.FIFOTYPE), link("k.jpg", "pipe")], "'pipe' is not a regular file"),
+    ],
+)  # fmt: skip
+def test_a_link_that_leads_to_no_file_of_the_archive_is_refused_with_the_reason(
+    tmp_path: Path, links: list[Any], why: str
+) -> None:
+    start = [file("j.jpg", b"j"), file("j.cls", b"1")]
+    path = write_members(
+        tmp_path / "x.tar", tarfile.PAX_FORMAT, *start, *links, file("k.cls", b"2"), file("later.jpg", b"3")
+    )
+    with pytest.raises(UnsupportedData, match=why) as caught:
+        read(path)
+    assert "--hard-dereference" in caught.value.fix[0]
+
+
+def test_links_that_need_not_be_read_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    directory = tarfile.TarInfo("data")
+    directory.type = tarfile.DIRTYPE
+    path = write_members(
+        tmp_path / "x.tar", tarfile.GNU_FORMAT, directory,
+        file("j.jpg", b"j"), file("j.cls", b"1"), link("j.cls", "j.cls"),  # tar was given it twice
+        link("v1.0", "data", tarfile.SYMTYPE), link("readme", "nowhere"),
+        link("k.jpg", "nowhere"), file("k.cls", b"2"),
+    )  # fmt: skip
+    assert read(path, ["cls"]) == {"cls": [b"1", b"2"]}
+    with pytest.raises(UnsupportedData, match="nowhere"):
+        read(path)
+
+
+def test_many_links_cost_little_and_their_memory_is_counted(tmp_path: Path) -> None:
+    count = 3000
+    chain = [link(f"{number}.jpg", f"{number + 1}.jpg", tarfile.SYMTYPE) for number in range(count)]
+    path = write_members(tmp_path / "x.tar", tarfile.GNU_FORMAT, *chain, file(f"{count}.jpg", b"end"))
+    started = time.process_time()
+    assert read(path)["jpg"] == [b"end"] * (count + 1)
+    assert time.process_time() - started < 30  # not every link by every other
+    with pytest.raises(NoRoom):
+        read(path, memory=DecodingMemory(lambda: Allowed(count * 100, "here")))
 
 
 def test_a_key_that_comes_again_later_is_another_sample(tar: Any) -> None:
@@ -193,6 +297,18 @@ def test_keys_leave_out_what_some_samples_lack(tar: Any) -> None:
     assert read(path, ["__key__"]) == {"__key__": [b"j", b"k", b"l"]}
     with pytest.raises(UnsupportedData, match=r"sample 'k'"):
         read(path, ["txt"])
+
+
+def test_keys_with_dots_that_make_all_files_one_sample_are_warned_of(
+    tar: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tar(*(member(name, b"1") for name in (b"my.photo.1.jpg", b"my.photo.2.jpg")))
+    assert list(read(path)) == ["photo.1.jpg", "photo.2.jpg", "__key__"]  # as in webdataset
+    assert "one sample 'my' with 2 files: a key ends at the first dot" in caplog.text
+    caplog.clear()
+    read(tar(*(member(b"%d.%d.jpg" % (row, view), b"1") for row in range(2) for view in range(3))))
+    read(tar(member(b"a.left.jpg", b"1"), member(b"a.right.jpg", b"2")))
+    assert not caplog.text
 
 
 def test_an_archive_without_samples_is_refused(tar: Any) -> None:

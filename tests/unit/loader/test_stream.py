@@ -14,7 +14,7 @@ import pytest
 from stream_data import as_worker, ids, small_steps, table, write, write_one
 
 import legroom
-from legroom.errors import NoLength, UsageError
+from legroom.errors import NoLength, UnreadableSource, UsageError
 from legroom.loader.stream.stream_dataset import stream
 from open_descriptors import open_descriptors
 
@@ -60,6 +60,11 @@ def test_a_directory_a_pattern_and_a_list_name_the_same_files(tmp_path: Path) ->
     assert ids(stream([paths[1], paths[0], paths[1]])) == [*range(5, 11), *range(5)]
     odd = write_one(tmp_path / "what[1].parquet", table(0, 2), 2)
     assert ids(stream(odd)) == [0, 1]
+    assert ids(stream(f"{tmp_path}/part-{{001..000}}.parquet")) == [*range(5, 11), *range(5)]
+    with pytest.raises(UnreadableSource, match=r"part-002\.parquet"):
+        stream(f"{tmp_path}/part-{{000..002}}.parquet")
+    braces = write_one(tmp_path / "what{1,2}.parquet", table(0, 3), 3)
+    assert ids(stream(braces)) == [0, 1, 2]
 
 
 FILTERS = [

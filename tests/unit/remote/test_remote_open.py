@@ -423,10 +423,17 @@ def test_gc_removes_abandoned_downloads_and_keeps_young_ones(shm: Path, npy: Enc
     legroom_dir.mkdir()
     (legroom_dir / "data").write_bytes(b"x" * 5000)
     assert drop_and_gc.gc(dry_run=True).strays == 0 and drop_and_gc.gc().strays == 0 and legroom_dir.exists()
+    room = list_and_verify.store_rooms()[0][0]
+    taken = (legroom_dir / "data").stat().st_blocks * 512
+    assert (room.leftovers, room.downloads) == (0, taken)
     for path in (legroom_dir / "data", legroom_dir):
         os.utime(path, (time.time() - 90_000,) * 2)
-    assert drop_and_gc.gc(dry_run=True).strays == 1 and legroom_dir.exists()
-    assert drop_and_gc.gc().strays == 1 and not legroom_dir.exists()
+    room = list_and_verify.store_rooms()[0][0]
+    assert (room.leftovers, room.downloads) == (taken, 0)
+    looked = drop_and_gc.gc(dry_run=True)
+    assert (looked.strays, looked.freed) == (1, taken) and legroom_dir.exists()
+    done = drop_and_gc.gc()
+    assert (done.strays, done.freed) == (1, taken) and not legroom_dir.exists()
 
 
 # Errors.

@@ -222,16 +222,13 @@ def _require_same_length(columns: Mapping[str, Column]) -> None:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) == 1:
         return
-    common = max(lengths.values(), key=list(lengths.values()).count, default=0)
+    if not lengths:
+        raise UsageError(say("the data have no columns"), fix=(say("open data with arrays that have rows"),))
+    common = max(lengths.values(), key=list(lengths.values()).count)
     raise UsageError(
         say("the columns have different numbers of rows"),
-        why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
-        or say("there are no columns"),
-        fix=(
-            _select_these([name for name, rows in lengths.items() if rows == common])
-            if lengths
-            else say("open data with arrays that have rows"),
-        ),
+        why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items()),
+        fix=(_select_these([name for name, rows in lengths.items() if rows == common]),),
     )
 
 

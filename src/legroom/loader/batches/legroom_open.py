@@ -115,8 +115,8 @@ def open(
 
     Args:
         path: A file, a directory (Zarr, LMDB, Hugging Face, MDS, images), a URL (``"s3://bucket/key"``,
-            ``"https://…"``, any protocol of fsspec), a pattern (``"shards/*.h5"``, its matches sorted), or several of
-            them: shards of one dataset, in the order given.
+            ``"https://…"``, any protocol of fsspec), a pattern (``"shards/*.h5"``, its matches sorted), a range
+            (``"train-{000..127}.tar"``), or several of them: shards of one dataset, in the order given.
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file in place, without a copy.

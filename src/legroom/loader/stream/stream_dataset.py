@@ -132,7 +132,7 @@ def stream(
     """Batches of rows from Parquet and Arrow files, within a memory limit.
 
     Args:
-        paths: A file, a directory, a pattern, or a list of them.
+        paths: A file, a directory, a pattern (``"*.parquet"``), a range (``"{000..127}.parquet"``), or a list of them.
         columns: The columns to read, in the order wanted; None reads all.
         batch_size: Rows per batch; only a rank's last one may have fewer.
         memory: How much this process may grow while it loops, in bytes or as ``"256MB"``.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from legroom.cache.downloads_in_store import temporary_file
+from legroom.cache.expand_braces import expand_braces
 from legroom.cache.find_or_build_entry import not_a_path, source_paths
 from legroom.errors import LegroomError, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader, BatchSizes, read_layout
@@ -273,6 +274,8 @@ def _files(text: str) -> list[Path]:
     # An existing file is taken literally, even when its name has brackets in it.
     if path.is_dir():
         return _inside(path)
+    if not path.exists() and (names := expand_braces(text)):
+        return [file for name in names for file in _files(name)]
     if path.exists() or not any(mark in text for mark in _MAGIC):
         if not path.exists():
             raise unreadable(path, FileNotFoundError())
