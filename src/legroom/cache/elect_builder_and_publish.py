@@ -42,6 +42,7 @@ from legroom.cache.find_or_build_entry import (
 from legroom.cache.lease_and_map_entry import Attached, attach, lease, map_entry
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
+from legroom.cache.mapped_files_and_checksums import opened
 from legroom.cache.plan_entry_files import SourceLayout, plan_files
 from legroom.cache.source_stamps_and_digests import Source
 from legroom.cache.staging_directory import StagingDirectory
@@ -80,7 +81,6 @@ from legroom.formats.file_reads_and_errors import make_room_for_files
 from legroom.messages import say
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
-from legroom.system.atomic_file import opened
 from legroom.version import VERSION
 
 # A lock file cannot be created: no inode or block left, or the store has become read-only.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+from legroom.cache.mapped_files_and_checksums import opened
 from legroom.errors import UnreadableSource
 from legroom.formats.file_reads_and_errors import (
     distinct_size,
@@ -26,7 +27,6 @@ from legroom.formats.file_reads_and_errors import (
 )
 from legroom.messages import say
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath
-from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock
 
 _MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names

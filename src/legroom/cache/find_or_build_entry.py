@@ -29,7 +29,7 @@ from legroom.cache.lease_and_map_entry import (
     read_manifest,
 )
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
-from legroom.cache.mapped_files_and_checksums import Prefault
+from legroom.cache.mapped_files_and_checksums import Prefault, opened
 from legroom.cache.remembered_sources import SourceRecord
 from legroom.cache.source_stamps_and_digests import Source, shard_names
 from legroom.cache.store_directories import (
@@ -51,7 +51,6 @@ from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.argument_checks import check_choice, check_path
-from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size

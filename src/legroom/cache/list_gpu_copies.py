@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from legroom.cache.mapped_files_and_checksums import opened
 from legroom.cache.store_directories import existing_stores
 from legroom.records.watch_sample import GpuCopyRow
-from legroom.system.atomic_file import opened
 from legroom.system.unix_sockets import FOLDER_FLAGS, HIDDEN, address, require_same_user, unlink
 
 FOLDER = "gpu"  # in a store

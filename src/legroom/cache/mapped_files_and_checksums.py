@@ -62,6 +62,18 @@ _NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
 _NO_ACCESS = 0  # PROT_NONE
 
 
+@contextmanager
+def opened(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o777, *, dir_fd: int | None = None
+) -> Iterator[int]:
+    """``os.open`` for a block: the descriptor is closed at its end."""
+    fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 @cache
 def maps_writable() -> bool:
     """Whether private writable mappings are free of charge on this kernel."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from legroom.cache import eviction, locks, store_free_space
 from legroom.cache.eviction import evict_until_fits
 from legroom.cache.locks import Lock
-from legroom.cache.mapped_files_and_checksums import HugePages, write_all
+from legroom.cache.mapped_files_and_checksums import HugePages, opened, write_all
 from legroom.cache.store_directories import (
     BUILDING,
     LOCK,
@@ -32,7 +32,6 @@ from legroom.cache.store_directories import (
 from legroom.cache.store_free_space import directory_bytes, keep_count
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory_budget import Allowed
-from legroom.system.atomic_file import opened
 
 _CREDIT = 16 << 20
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

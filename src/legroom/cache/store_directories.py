@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Literal
 
 from legroom.cache import locks
+from legroom.cache.mapped_files_and_checksums import opened
 from legroom.errors import LegroomError, NoStore, StoreError
 from legroom.messages import joined, say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.finding_and_alarm import Finding
-from legroom.system.atomic_file import opened
 from legroom.system.lazy_and_optional_imports import import_lock
 
 Backing = Literal["shm", "disk"]

@@ -20,6 +20,7 @@ from functools import partial
 from legroom.advice.fix_commands import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.manifest import is_key
+from legroom.cache.mapped_files_and_checksums import opened
 from legroom.cache.store_directories import BUILDING, LOCK, Store, in_memory, read_small_file
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory_budget import Allowed, DecodingMemory
@@ -28,7 +29,6 @@ from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.ram_swap_and_pressure import memory
 from legroom.probe.runtime_environment import environment
-from legroom.system.atomic_file import opened
 from legroom.units import exact_size, format_size, parse_size
 
 STEP = 32 << 20

@@ -1,7 +1,7 @@
 """What several packages need of the operating system and of Python.
 
 - argument_checks: check an argument; UsageError with its name, its range and the value
-- atomic_file: write a file as a whole; hold a descriptor for a block
+- atomic_file: write a file as a whole
 - json_records: records as JSON objects, written and read back with their types
 - lazy_and_optional_imports: import a module at first use; import an optional package
 - open_named_file: open a file that a user names, to read it to its end: no device, no FIFO without a writer

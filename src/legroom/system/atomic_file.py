@@ -1,4 +1,4 @@
-"""Write a file as a whole: a reader finds the old content or the new, never a part. Hold a descriptor for a block.
+"""Write a file as a whole: a reader finds the old content or the new, never a part.
 
 The dataset cache publishes directories relative to an open folder and does not use this.
 """
@@ -12,18 +12,6 @@ from pathlib import Path
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 PUBLIC, PRIVATE = 0o666, 0o600  # before the umask
-
-
-@contextlib.contextmanager
-def opened(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o777, *, dir_fd: int | None = None
-) -> Iterator[int]:
-    """``os.open`` for a block: the descriptor is closed at its end."""
-    fd = os.open(path, flags, mode, dir_fd=dir_fd)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes | str, *, mode: int = PUBLIC) -> None:
