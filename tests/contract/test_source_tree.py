@@ -13,6 +13,9 @@ from doc_pages import REPO
 SOURCE = REPO / "src" / "legroom"
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
 MOST_LINES = 600
+LONGER = {  # and why
+    "loader/measure/memory_guard_script.py": "a script that imports nothing of Legroom: its own memory matters"
+}
 
 
 def _files(package: Path) -> set[str]:
@@ -46,7 +49,7 @@ def test_no_file_name_is_used_twice() -> None:
 
 def test_no_file_is_longer_than_it_should_be() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_bytes().splitlines()) for path in SOURCE.rglob("*.py")}
-    assert {name: count for name, count in lengths.items() if count > MOST_LINES} == {}
+    assert {name for name, count in lengths.items() if count > MOST_LINES} == LONGER.keys()
 
 
 def test_no_class_name_is_used_twice() -> None:

@@ -25,8 +25,7 @@ from legroom.errors import UnreadableSource
 from legroom.messages import say
 from legroom.records.failure import Evidence, LogFacts, Role, Sign
 from legroom.rescue.failure_message_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, frame_code_of, start_of
-from legroom.rescue.progress_in_log import end_of_run, steps
-from legroom.rescue.quoted_text_in_log import code_lines, is_mention, without_printed_values
+from legroom.rescue.log_lines_without_failure import code_lines, end_of_run, is_mention, steps, without_printed_values
 from legroom.system.open_named_file import open_to_its_end, refuse_device
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit

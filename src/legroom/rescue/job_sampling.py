@@ -518,7 +518,8 @@ class JobAlarms:
                 fd_limit=nearest.size if nearest else None,
                 gpu=sampler.gpus.held.get(pid),
             )
-        self._rows |= self._copies.update(self._rows.values(), reading.when)
+        if len(self._rows) > 1:  # a single process has no workers
+            self._rows |= self._copies.update(self._rows.values(), reading.when)
         return tuple(self._rows.values())
 
     def _swap_rates(self) -> tuple[float | None, float | None]:

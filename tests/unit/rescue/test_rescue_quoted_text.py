@@ -6,7 +6,7 @@ import pytest
 
 from legroom.records.failure import Evidence, Verdict
 from legroom.rescue.find_failures_in_log import facts_of
-from legroom.rescue.quoted_text_in_log import code_lines, without_printed_values
+from legroom.rescue.log_lines_without_failure import code_lines, without_printed_values
 from legroom.rescue.verdict import classify
 from legroom.system.processes_and_threads import ExitStatus
 

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -105,16 +106,17 @@ class Made:
             self.fd = -1
 
 
+@dataclass(eq=False)
 class Trainer:
     """A connection."""
 
-    def __init__(self, connection: Connection, pid: int) -> None:
-        self.connection, self.pid = connection, pid
-        self.member = False  # it has said hello
-        self.slots: dict[int, weakref.ref[Slot]] = {}  # that it maps
-        self.told = 0.0  # when it was last told to wait
-        self.state: tuple[Position, StreamState] | None = None  # of an IterableDataset, where it asked
-        self.command = ""
+    connection: Connection
+    pid: int
+    member: bool = False  # it has said hello
+    slots: dict[int, weakref.ref[Slot]] = field(default_factory=dict)  # that it maps
+    told: float = 0.0  # when it was last told to wait
+    state: tuple[Position, StreamState] | None = None  # of an IterableDataset, where it asked
+    command: str = ""
 
 
 class Producer:
@@ -126,9 +128,8 @@ class Producer:
         self.window = Window(start, self._length, lambda entry: entry.content.close())
         self.stream: OwnStream | None = None
         if recipe.stream:
-            self.stream = OwnStream(
-                recipe.dataset, recipe.batch_size, recipe.drop_last, recipe.num_workers, recipe.seed, self._new_loader
-            )
+            given = recipe.batch_size, recipe.drop_last, recipe.num_workers, recipe.seed
+            self.stream = OwnStream(recipe.dataset, *given, self._new_loader)
         self._ends: dict[int, int] = {}  # batches of the epochs of an IterableDataset that are over
         self._known = start[1] == 0  # the states of its workers at the window's head
         self.changed = threading.Condition()
@@ -239,10 +240,8 @@ class Producer:
             self._epoch = self.stream.workers
         else:
             if self._loader is None:
-                self._loader = self._new_loader(
-                    SeededDataset(recipe.dataset, recipe.batched), batch_sampler=Endless(self.orders, head),
-                    persistent_workers=True,
-                )  # fmt: skip
+                dataset, order = SeededDataset(recipe.dataset, recipe.batched), Endless(self.orders, head)
+                self._loader = self._new_loader(dataset, batch_sampler=order, persistent_workers=True)
             else:
                 self._loader.batch_sampler._start = head
             self._epoch = iter(self._loader)
