@@ -224,11 +224,10 @@ class Producer:
         return loader_class()(
             dataset,
             **{
-                "num_workers": recipe.num_workers, "prefetch_factor": recipe.prefetch_factor,
-                "collate_fn": recipe.collate_fn, "timeout": recipe.timeout,
+                "num_workers": recipe.num_workers, "prefetch_factor": recipe.prefetch_factor, "timeout": recipe.timeout,
+                "collate_fn": recipe.collate_fn, "memory_budget": recipe.memory_budget,
                 "worker_init_fn": EndWithProducer(recipe.worker_init_fn, os.getpid(), recipe.method == "fork"),
-                "multiprocessing_context": recipe.method, "memory_budget": recipe.memory_budget,
-                "generator": torch.Generator().manual_seed(recipe.seed), **given,
+                "multiprocessing_context": recipe.method, "generator": torch.Generator().manual_seed(recipe.seed), **given,
             },
         )  # fmt: skip
 
@@ -298,8 +297,7 @@ class Producer:
             what, need = say("memory_budget={budget}", budget=format_size(budget)), recipe.num_workers + _LEAST_WINDOW
             fix = say("set memory_budget={least!r} or more", least=exact_size(need * nbytes))
         else:
-            bounds = memory_bounds()
-            if not bounds:
+            if not (bounds := memory_bounds()):
                 self.window.most = max(_WINDOW, under_way)
                 return
             bound = tightest(bounds)
@@ -323,16 +321,13 @@ class Producer:
             self.stream.stop()
             self._made(Made(end=True), 0.0)
             return
-        died = isinstance(problem, (BatchLost, WorkerDied)) or (
-            isinstance(problem, RuntimeError) and _DEAD_WORKER.match(str(problem)) is not None
-        )
+        dead = isinstance(problem, RuntimeError) and _DEAD_WORKER.match(str(problem)) is not None
         _log.warning("batch %s: %s", head, problem)
-        if died:
+        if dead or isinstance(problem, (BatchLost, WorkerDied)):
             self._end_workers()
             # Trainers wait for this batch, and do not make it: it may need more memory than there is.
             with self.changed:
-                self._deaths = self._deaths + 1 if self._killed_at == head else 1
-                self._killed_at = head
+                self._deaths, self._killed_at = (self._deaths + 1 if self._killed_at == head else 1), head
                 if self._deaths == DEATHS:
                     self._end_with(problem)
         elif isinstance(problem, BudgetTooSmall) or not self._alive(problem):
