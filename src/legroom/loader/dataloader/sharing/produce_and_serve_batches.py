@@ -225,9 +225,9 @@ class Producer:
             dataset,
             **{
                 "num_workers": recipe.num_workers, "prefetch_factor": recipe.prefetch_factor, "timeout": recipe.timeout,
-                "collate_fn": recipe.collate_fn, "memory_budget": recipe.memory_budget,
+                "collate_fn": recipe.collate_fn, "multiprocessing_context": recipe.method,
                 "worker_init_fn": EndWithProducer(recipe.worker_init_fn, os.getpid(), recipe.method == "fork"),
-                "multiprocessing_context": recipe.method, "generator": torch.Generator().manual_seed(recipe.seed), **given,
+                "memory_budget": recipe.memory_budget, "generator": torch.Generator().manual_seed(recipe.seed), **given,
             },
         )  # fmt: skip
 
