@@ -32,6 +32,7 @@ _FOR_PROGRAMMERS = frozenset(
 ALLOWED = {
     "rescue/failure_message_patterns.py": "patterns of what other programs write",
     "rescue/find_failures_in_log.py": "patterns of what Python writes",
+    "rescue/log_lines_without_failure.py": "patterns of what other programs write",
     "report/redact.py: root user": "common names, which are not private",
     "report/redact.py: h5 hdf5": "suffixes of data files",
     "records/loader_settings_and_flags.py: micro_batch_size": "names of options of training scripts",

@@ -247,12 +247,6 @@ def _rows_of_file(path: str | os.PathLike[str], keys: str | Iterable[str] | None
     counts.update(ragged.values())
     counts.update(table.rows for table in tables)
     rows = max(counts, key=lambda count: (counts[count], count), default=0)
-    if rows < 1 and counts:
-        raise UnsupportedData(
-            say("{path} has no rows to build batches from", path=path),
-            why=say("its arrays are empty: the first axis has the length 0"),
-            fix=(say("pass the size of one sample instead: sample_bytes='600KB'"),),
-        )
     if rows < 1:
         raise UnsupportedData(
             say("{path} has no rows to build batches from", path=path),

@@ -41,7 +41,7 @@ def test_a_signal_is_ignored_where_the_command_alone_would_ignore_it(
     words = [*RUN, "--quiet", "--", sys.executable, "-c", WAITS]
     with subprocess.Popen(
         ["sh", "-c", start, "sh", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=_environment(tmp_path),
+        env=_environment(tmp_path), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     ) as started:  # fmt: skip
         assert started.stdin is not None and started.stdout is not None
         assert started.stdout.readline().strip() == ignored
