@@ -1,6 +1,6 @@
 """The pictures of the documents: `legroom doctor` from a real run, the views of `legroom watch` from a made-up one.
 
-python docs/images/make.py        all of them: needs root (for a 64 MB /dev/shm), chromium and a Chinese font
+python docs/images/make.py        all of them: needs root, podman, runc, chromium and a Chinese font
 python docs/images/make.py watch  those of the watch, from the samples of tests/watch_runs.py
 """
 
@@ -32,7 +32,6 @@ from legroom.records import Moment
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests"
-SHELL = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 COLUMNS, WIDTH, LINE, MARGIN = 80, 1010, 24, 20
 # A font whose Chinese characters are exactly two columns wide keeps the columns.
 STYLE = f"""body {{margin: {MARGIN}px; background: #1f2329; color: #d8dde3}}
@@ -40,18 +39,21 @@ pre {{margin: 0; line-height: {LINE}px; font: 20px/{LINE}px 'WenQuanYi Micro Hei
 
 
 def screen_of(language: str) -> str:
-    """What doctor prints on a terminal, colours included."""
-    command = [sys.executable, "-m", "legroom", "--lang", language, "doctor"]
-    private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SHELL, "sh", *command]
+    """What doctor prints on a terminal in a container with the default /dev/shm of 64 MB, colours included."""
+    from rigs import container
+
+    legroom = [sys.executable, "-m", "legroom", "--lang", language, "doctor"]
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
-    with subprocess.Popen(private, stdout=its, env=environment):
-        os.close(its)
-        pieces = []
-        with contextlib.suppress(OSError):  # Linux reports it when no process has the other end any more
-            while piece := os.read(mine, 1 << 16):
-                pieces.append(piece)
+    with container() as one:
+        command = one.command(legroom, shm="64m", options=["--tty", "--interactive"])
+        with subprocess.Popen(command, stdin=its, stdout=its, env=environment, start_new_session=True):
+            os.close(its)
+            pieces = []
+            with contextlib.suppress(OSError):  # Linux reports it when no process has the other end any more
+                while piece := os.read(mine, 1 << 16):
+                    pieces.append(piece)
     os.close(mine)
     return b"".join(pieces).decode().replace("\r\n", "\n")
 
