@@ -46,7 +46,7 @@ def _case(setting: tuple[Any, ...], batches: int | None = None, **more: Any) -> 
 def _predicted(case: dict[str, Any]) -> int:
     loader = PlannedLoader(
         tensors=tuple(case["tensors"]), num_workers=case["workers"], prefetch_factor=case["prefetch"],
-        batches=case["batches"], sharing=case["sharing"],
+        batches=case["batches"],
         persistent_workers=case.get("epochs", 1) == 1,  # one epoch starts its workers once, too
     )  # fmt: skip
     return need(Workload(loaders=(loader,) * case["loaders"])).shm
