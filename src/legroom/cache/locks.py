@@ -30,6 +30,7 @@ else:
 _NO_LOCK = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR)  # not a file that can be locked
 _guard = threading.RLock()  # held while forking, so that no descriptor is missed between open and _work.add
 _work: set[int] = set()  # descriptors that children close
+_forks: list[int] = []  # an item while this process forks with the guard held
 _hooked = False
 
 
@@ -145,8 +146,19 @@ def _hook() -> None:
     global _hooked
     with _guard:
         if not _hooked:
-            os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child)
+            os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_close_in_child)
             _hooked = True
+
+
+def _before_fork() -> None:
+    _guard.acquire()
+    _forks.append(1)
+
+
+def _after_fork() -> None:
+    if _forks:  # none in a fork that had begun when this was registered
+        _forks.pop()
+        _guard.release()
 
 
 def _close_in_child() -> None:
@@ -156,4 +168,4 @@ def _close_in_child() -> None:
         except OSError:
             pass  # already closed by other code
     _work.clear()
-    _guard.release()
+    _after_fork()

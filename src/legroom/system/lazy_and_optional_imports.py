@@ -49,12 +49,14 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    import_lock.release()
-    _forks.pop()
+    if _forks:  # none in a fork that had begun when this was registered
+        import_lock.release()
+        _forks.pop()
 
 
 def _after_fork_in_child() -> None:
-    import_lock.release()
+    if _forks:
+        import_lock.release()
     _forks.clear()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from legroom.cache import locks
+from legroom.system import lazy_and_optional_imports
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no flock")
 
@@ -190,3 +191,12 @@ def test_a_fork_during_the_first_import_of_what_builds_leaves_the_child_able_to(
     command = [sys.executable, "-W", "ignore", "-c", IMPORTED_SLOWLY, module, str(tmp_path / name), use]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_hooks_that_did_not_run_before_a_fork_release_nothing_after_it() -> None:
+    """Python runs hooks after a fork also if they were registered when it had begun."""
+    for after in (locks._after_fork, lazy_and_optional_imports._after_fork):
+        after()
+    for lock in (locks._guard, lazy_and_optional_imports.import_lock):
+        assert lock.acquire(False)
+        lock.release()
