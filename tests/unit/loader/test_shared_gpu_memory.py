@@ -24,7 +24,7 @@ from legroom.cache.list_gpu_copies import FOLDER
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader import shared_gpu_memory
 from legroom.loader.shared_gpu_memory import SharedCopy, share
-from open_descriptors import open_descriptors
+from open_descriptors import open_descriptors, opened_since
 
 from .fake_gpu_memory import GRAIN, FakeMemory, content
 
@@ -302,7 +302,7 @@ def test_an_error_while_it_is_offered_leaves_nothing(
         before, api = open_descriptors(), FakeMemory()
         with pytest.raises(MemoryError):
             take(api, tmp_path, "a" if adopted else "b")
-        assert not api.maps and not api.handles and len(open_descriptors()) == len(before)
+        assert not api.maps and not api.handles and not opened_since(before)
 
 
 def test_a_lock_that_cannot_be_made_is_a_reason_not_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
