@@ -24,7 +24,7 @@ SELDOM := $(SELDOM)|fontTools|mypyc?|networkx|pip|pytorch_lightning|setuptools
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(SELDOM))/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman slurm test-pythons test-versions test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman slurm test-pythons test-versions test-libraries test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -176,6 +176,11 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $$peer \
 	    || echo "$$peer cannot be installed here: it is not measured"; done
 	touch $@
+
+test-libraries: $(PEERS)/.ready ## the readers compared with the libraries of their formats, also those that `make test` does not install
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    pytest pytest-timeout hypothesis pyyaml dill
+	$(PEERS)/bin/python tests/release/libraries.py
 
 bench: $(READY) $(PEERS)/.ready ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py

@@ -23,11 +23,11 @@ GPU_ROW = {"en": " The {gpu} row: ", "zh": "{gpu} 一行："}
 STOP = {"en": ".", "zh": "。"}
 NOTES = {
     "en": "h5py reads the 368 MB file from the page cache, not from disk. The Parquet table takes 2 GB in the file and "
-    "2 GB decoded. Arrow keeps memory that it has freed after decoding, so three ranks with `read_table` use more than "
-    "6 GB.",
+    "2 GB decoded. After decoding, Arrow does not return freed memory to the operating system, so three ranks "
+    "with `read_table` use more than 3 × 2 GB. Ratios are computed before rounding.",
     "zh": "h5py 从页缓存而非磁盘读取那个 368 MB 的文件。"
     "Parquet 表在文件里是 2 GB，解码后也是 2 GB。Arrow 解码后释放的内存留在它的内存池里，"
-    "因此三个 rank 各自调用 `read_table` 时，占用超过 6 GB。",
+    "因此三个 rank 各自调用 `read_table` 时，占用超过 3 × 2 GB。比值由取整前的数据算出。",
 }
 READMES = {"en": REPO / "README.md", "zh": REPO / "README.zh-CN.md"}
 

@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 
 from legroom.formats.detect import open_source
-from legroom.formats.fill_arrays import threads
+from legroom.formats.fill_output_arrays import threads
 from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, save, show, spreads, timed
 
 CASES: dict[str, dict[str, object]] = {

@@ -75,6 +75,12 @@ OTHER_ROWS = (
     ),
     ("The wheel with each Python", "support.md#python-versions", "make test-pythons", ""),
     ("Oldest and newest packages", "support.md#package-versions", "make test-versions", "3 GB of disk"),
+    (
+        "The readers compared with the libraries of their formats",
+        "support.md#libraries-of-the-formats",
+        "make test-libraries",
+        "3 GB of disk",
+    ),
     ("The demo's figures, on your machine", "demo.md", "make demo", ""),
 )
 

@@ -79,6 +79,8 @@ def _members(directive: str) -> list[str] | None:
 def _group(module: str, names: list[str] | None) -> Iterator[str]:
     """The classes of a module, one in a line."""
     classes = [node for node in _tree(module).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    if missing := set(names or ()) - {node.name for node in classes}:
+        raise LookupError(f"{module} has no class {', '.join(sorted(missing))}: a page of docs/reference/ names it")
     for node in classes:
         if names is None:  # of errors, each with its code
             by_name = re.sub("(?<!^)(?=[A-Z])", "-", node.name).lower()
@@ -105,8 +107,11 @@ def _described(module: str, name: str, heading: str, directive: str) -> Iterator
         # Not as python: tests run the blocks of pages that are.
         yield f"```py\n{shown}\n```\n"
     yield _sentence(node)
-    members = _members(directive) or []
-    lines = [line for member in members if (line := _member(module, node, member)) is not None]
+    lines = []
+    for member in _members(directive) or []:
+        if (line := _member(module, node, member)) is None:
+            raise LookupError(f"{module}.{name} has no {member}: a page of docs/reference/ names it")
+        lines.append(line)
     if lines:
         yield "\n" + "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.
 QUICK_EXIT = str(Path(__file__).parent / "quick_exit")
 if QUICK_EXIT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK_EXIT, os.environ.get("PYTHONPATH")]))
+
+# `make test &` in a script and `nohup make test` ignore these signals for all children; tests send them to what they start.
+for _ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_ignored) == signal.SIG_IGN:
+        signal.signal(_ignored, signal.default_int_handler if _ignored == signal.SIGINT else signal.SIG_DFL)
 
 try:
     from hypothesis import settings

@@ -113,7 +113,7 @@ def watch_web(path: Path) -> None:
     import chromium
 
     with chromium.browser() as page:
-        page.look(1280, 800)
+        page.look(1280, 726)  # the rest of the page would be cut in the middle of a box
         web = WebView("127.0.0.1:0")
         try:
             for moment in watched():

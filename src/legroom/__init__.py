@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from legroom.probe.legroom_available import available
     from legroom.probe.snapshot import snapshot
     from legroom.records.machine import Machine
-    from legroom.system.step_callbacks import step
+    from legroom.system.training_step_listeners import step
 
 __version__ = VERSION
 
@@ -100,7 +100,7 @@ _HOMES = {
     "leak": "legroom.leak",
     "open": "legroom.loader.batches.legroom_open",
     "snapshot": "legroom.probe.snapshot",
-    "step": "legroom.system.step_callbacks",
+    "step": "legroom.system.training_step_listeners",
     "stream": "legroom.loader.stream.stream_dataset",
     "tune": "legroom.loader.tune.legroom_tune",
     "watch": "legroom.monitor.watch_in_script",

@@ -38,10 +38,11 @@ ALLOWED = {
     "records/loader_settings_and_flags.py: micro_batch_size": "names of options of training scripts",
     "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/base_reader.py: \x00 of \x00 is a": "misuse of a reader, by a developer",
-    "formats/fill_arrays.py: cannot read \x00 into": "misuse of a reader, by a developer",
+    "formats/fill_output_arrays.py: cannot read \x00 into": "misuse of a reader, by a developer",
     "formats/plugin_formats.py": "what the developer of a package did wrong",
     "formats/unsupported_file_types.py: import numpy, scipy": "Python code, the same in every language",
-    "testing.py": "for developers of readers",
+    "testing/__init__.py": "for developers of readers",
+    "testing/format_contract.py": "for developers of readers",
     "formats/hdf5_open.py: unable to lock file": "HDF5's words",
     "formats/hdf5_open.py: flag values don't match": "HDF5's words",
     "cache/find_or_build_entry.py: can't start new thread": "Python's words",
@@ -157,7 +158,7 @@ def test_the_guard_lets_pass_what_is_no_bare_sentence(source: str, extract: Any)
     assert list(_bare(ast.parse(source), extract)) == []
 
 
-# Library modules raise with arguments of Python, and cli/option_names.py makes options of them. These have no Python
+# Library modules raise with arguments of Python, and cli/options.py makes options of them. These have no Python
 # interface: only a command reaches them, or what they advise is an option of another program.
 ONLY_COMMANDS = (
     "cli/", "demo/", "report/", "rescue/", "monitor/notify.py", "monitor/process_selection.py", "monitor/tui.py",

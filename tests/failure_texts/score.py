@@ -1,4 +1,4 @@
-"""Score `legroom explain` on failure texts: from public threads (`open`, `aside`), and written by hand (`written`).
+"""Score `legroom explain` on failure texts: from public threads (`open`, `aside`), and by hand (`written`, `unseen`, `later`).
 
     python tests/failure_texts/score.py             # every *.json in this directory
     python tests/failure_texts/score.py FILE …      # those files
@@ -6,7 +6,8 @@
 
 A file is a list of objects: `text`, `label` (the cause that the thread ended with), `decidable` (whether a careful reader
 could name that cause from the text alone), `url`, and the notes of the reader who labelled it. `--all` prints every text's verdict.
-The texts written by hand have no `url`, and a `kind`: an error that the program survived, a mention of one, or a death.
+The texts written by hand have no `url`, and a `kind`: an error that the program survived, a mention of one, or a death;
+plain or misleading. `also` are other verdicts that the text allows.
 
 A decidable text is right when the verdict is its label. Of the other texts the right answer is `unknown`; naming
 the thread's cause all the same is counted apart, as a guess.
@@ -39,14 +40,15 @@ class Scored:
     label: str
     decidable: bool
     verdict: Verdict
+    also: tuple[str, ...] = ()  # other verdicts that the text allows
 
     @property
     def result(self) -> str:
         """right, unknown, guess or wrong."""
         said = self.verdict.cause
         if self.decidable:
-            return "right" if said == self.label else "unknown" if said == "unknown" else "wrong"
-        if said == "unknown":
+            return "right" if said in (self.label, *self.also) else "unknown" if said == "unknown" else "wrong"
+        if said in ("unknown", *self.also):
             return "right"
         return "guess" if said == self.label and not self.sure else "wrong"
 
@@ -70,7 +72,13 @@ def score(path: Path) -> list[Scored]:
     """Every text of that file."""
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return [
-        Scored(row["id"], row["label"], row["decidable"], classify(Evidence(log=facts_of(row["text"].encode()))))
+        Scored(
+            row["id"],
+            row["label"],
+            row["decidable"],
+            classify(Evidence(log=facts_of(row["text"].encode()))),
+            tuple(row.get("also", ())),
+        )
         for row in rows
     ]
 

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+LOGS = os.environ.get("LEGROOM_DEATH_LOGS")  # a folder, to keep as recorded logs; no test has this variable
 
 DEATHS = {
     "gpu_oom": ("gpu-oom", "import torch\nheld = []\nwhile True: held.append(torch.empty(1 << 30, dtype=torch.uint8, device='cuda'))\n"),
@@ -38,8 +39,8 @@ def _run(folder: Path, script: str, *options: str) -> tuple[dict[str, Any], str,
 def test_the_death_is_named_live_and_from_its_log(name: str, tmp_path: Path) -> None:
     truth, script = DEATHS[name]
     report, text, status = _run(tmp_path, script)
-    if out := os.environ.get("LEGROOM_DEATH_LOGS"):  # to keep as recorded logs
-        Path(out, f"{name}.log").write_text(text)
+    if LOGS:
+        Path(LOGS, f"{name}.log").write_text(text)
     assert report["verdict"] == truth, (report["evidence"], text[-3000:])
     assert status == report["exit"] == 1
     log = tmp_path / "death.log"

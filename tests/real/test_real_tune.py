@@ -101,7 +101,7 @@ def test_a_dataset_that_is_oom_killed_is_recognised(tmp_path: Path) -> None:
     )
     request = (
         "import os, sys; os.chdir(sys.argv[1])\n"
-        "from legroom.loader.measure.measure_dataset_in_child import measure_dataset\n"
+        "from legroom.loader.measure.measure_in_child import measure_dataset\n"
         "measure_dataset('eating:Eating', batch_size=2)\n"
     )
     with rigs.memory_cgroup(GB) as group:

@@ -34,7 +34,7 @@ from test_cache_fuzz import cut as cut_off
 from test_cache_fuzz import flip as flip_bits
 
 import legroom
-from legroom.cache import drop_and_gc, find_or_build_entry, list_and_verify, remembered_sources
+from legroom.cache import drop_and_gc, find_or_build_entry, list_and_verify, source_digest_records
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
 from open_descriptors import open_descriptors
@@ -136,7 +136,7 @@ def _damage_records(folder: Path, chance: random.Random) -> str:
 def test_damaged_entries_and_records(
     rounds: Callable[[], Iterator[random.Random]], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remembered_sources, "QUIET_NS", 0)
+    monkeypatch.setattr(source_digest_records, "QUIET_NS", 0)
     monkeypatch.setattr(find_or_build_entry.log, "warning", lambda *_: None)
     path, second = tmp_path / "a.npz", tmp_path / "b.npz"
     np.savez(path, **ARRAYS)

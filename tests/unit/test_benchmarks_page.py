@@ -26,3 +26,17 @@ def test_every_command_that_repeats_a_measurement_exists() -> None:
     flags = {(path, flag) for command in commands for path in re.findall(r"\S+\.py\b", command)
              for flag in re.findall(r"--\w+", command)}  # fmt: skip
     assert flags and all(f'"{flag}"' in (REPO / path).read_text() for path, flag in flags)
+
+
+def _run_by(target: str) -> set[str]:
+    recipe = re.search(rf"(?m)^{target}:.*\n((?:\t.*\n)+)", (REPO / "Makefile").read_text())
+    assert recipe is not None
+    return set(re.findall(r"bench/(\w+\.py)", recipe[1])) - {"tables.py"}
+
+
+def test_the_list_of_benchmarks_says_what_make_bench_leaves_out() -> None:
+    page = (REPO / "bench" / "README.md").read_text()
+    listed = re.findall(r"(?m)^\| `(\w+\.py)` \|", page)
+    told = re.search(r"`make bench` runs all but\n(.*) and the last six, which need a GPU", page)
+    assert told is not None and set(listed[-6:]) == _run_by("gpu")
+    assert set(listed) - {*re.findall(r"`(\w+\.py)`", told[1]), *listed[-6:]} == _run_by("bench")

@@ -137,3 +137,19 @@ def test_after_them():
     assert "Timeout (>1.0s) from pytest-timeout" in said and "crashed while running" in said
     assert re.search(r'test_it\.py", line 12 in test_not_interrupted', said), said  # its stack
     assert "retried" not in said
+
+
+def test_on_a_gpu_machine_a_missing_package_stops_the_tests_of_its_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import a_package_that_is_missing\n")
+    (tmp_path / "test_works.py").write_text("def test_works(): pass\n")
+    flags = [
+        "-c",
+        str(TESTS / "gpu" / "pytest.ini"),
+        "--rootdir",
+        str(tmp_path),
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run([sys.executable, "-m", "pytest", *flags, str(tmp_path)], capture_output=True, text=True)
+    assert "1 passed" in done.stdout and "1 error" in done.stdout, done.stdout

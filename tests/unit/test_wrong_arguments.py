@@ -128,7 +128,7 @@ def _annotated_loss(loss_of: Callable[..., Any]) -> None: ...
 
 
 def _step(**given: Any) -> None:
-    from legroom.system.step_callbacks import listen, stop_listening
+    from legroom.system.training_step_listeners import listen, stop_listening
 
     listen(_listener)  # without one nothing is done with the argument
     try:

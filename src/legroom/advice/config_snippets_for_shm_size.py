@@ -1,16 +1,19 @@
 """Configuration that sets the size of /dev/shm: docker, compose, kubernetes, slurm, fstab; a DaemonSet that loads.
 
-The snippets are complete and valid. A memory limit is included only if the need of the processes is known.
+The snippets are complete and valid. A memory limit is included only if the need of the processes is known. Comments are
+wrapped at 80 columns: a message is written as one line, and `emit` breaks it.
 """
 
 from __future__ import annotations
 
-from legroom.messages import say
+from legroom.messages import cells, fill, say
 from legroom.records.workload import Need
 from legroom.units import exact_size
 
 KINDS = ("docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab")
 _PROCESS = 1 << 30  # of the process that downloads and builds, besides the pages of /dev/shm
+_COLUMNS = 80
+_COMMENT = "# "
 _STEP = 256 << 20  # limits are rounded up to it
 KUBERNETES_MOUNT = "{name: shm, mountPath: /dev/shm}"  # in the volumeMounts of a container
 
@@ -22,6 +25,20 @@ def kubernetes_volume(size: int) -> str:
 
 def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = None) -> str:
     """The snippet that sets /dev/shm to ``size``; the memory limit in it follows from ``need``."""
+    return "\n".join(map(_wrapped, _emit(kind, size, need, gpus).split("\n")))
+
+
+def _wrapped(line: str) -> str:
+    """A line with its comment in lines of 80 columns; one that does not fit behind a setting stands above it."""
+    setting, mark, comment = line.partition(_COMMENT)
+    if not mark or (setting.strip(" ") and not setting.endswith(" ")) or cells(line) <= _COLUMNS:
+        return line
+    indent = " " * (len(setting) - len(setting.lstrip(" "))) + _COMMENT
+    lines = fill(comment, _COLUMNS, indent, indent)
+    return f"{lines}\n{setting.rstrip()}" if setting.strip(" ") else lines
+
+
+def _emit(kind: str, size: int, need: Need | None, gpus: int | None) -> str:
     memory, known = _memory(size, need), _known(size, need)
     if kind == "docker":
         return _docker(size, memory, known)
@@ -65,7 +82,7 @@ def _docker(size: int, memory: int | None, known: int) -> str:
     limit = f" --memory={exact_size(memory).lower()}" if memory is not None else ""
     return "\n".join(
         (
-            say("# Pass further options, the image and the command as arguments: --gpus all IMAGE …"),
+            say("# Pass more options, the image and the command as arguments: --gpus all IMAGE …"),
             *_no_limit("--memory", memory, exact_size(known).lower()),
             f'docker run --shm-size={exact_size(size).lower()}{limit} "$@"',
         )

@@ -69,10 +69,12 @@ def _batch(choice: TunedChoice) -> str:
 def _accumulation(choice: TunedChoice) -> str:
     batch, ranks = choice.settings.batch_size, choice.request.ranks
     steps = choice.together // batch
+    text = phrase("accumulation {steps}: {batch} × {steps} × {ranks} = {samples} per optimizer step, unchanged")
+    if choice.request.larger_than_dataset is not None:
+        text = phrase("accumulation {steps}: {batch} × {steps} × {ranks} = {samples} per optimizer step")
     return say(
-        "accumulation {steps}: {batch} × {steps} × {ranks} = {samples} per optimizer step, unchanged",
-        steps=steps, batch=batch, ranks=counted(ranks, *RANKS), samples=counted(batch * steps * ranks, *SAMPLES),
-    )  # fmt: skip
+        text, steps=steps, batch=batch, ranks=counted(ranks, *RANKS), samples=counted(batch * steps * ranks, *SAMPLES)
+    )
 
 
 def _workers(choice: TunedChoice) -> str:
@@ -208,8 +210,9 @@ def _threads(choice: TunedChoice) -> tuple[int, str]:
     # With a GPU the training process mostly waits; without one it does the work.
     threads = max(1, cores // (workers + 1) if choice.machine.gpus.cards else cores - workers)
     return threads, say(
-        "threads {threads}: {cores} cores per rank, {workers} of them for workers",
-        threads=threads, cores=cores, workers=min(cores, workers),
+        "threads {threads}: {cores} per rank, {workers} of them for workers",
+        threads=threads, workers=min(cores, workers),
+        cores=counted(cores, phrase("{count} core"), phrase("{count} cores")),
     )  # fmt: skip
 
 

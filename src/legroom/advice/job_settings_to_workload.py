@@ -14,12 +14,13 @@ from glob import glob, has_magic
 from itertools import cycle, islice
 from math import ceil
 
-from legroom.errors import UnknownFormat, UnsupportedData
+from legroom.errors import FormatPluginFailed, UnknownFormat, UnsupportedData
 from legroom.messages import counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings
 from legroom.records.workload import PlannedLoader, Workload
 from legroom.system.argument_checks import check_choice, check_integer
 from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.open_file_or_pipe import nothing_matches
 from legroom.units import format_size
 
 # Additional copies of the parameters in training: gradients and optimizer state.
@@ -203,9 +204,11 @@ class DataRows:
 def data_rows(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> DataRows:
     """The arrays and columns that a DataLoader would batch from that file, or from all that match a pattern."""
     pattern = os.fspath(path)
-    found = sorted(glob(pattern)) if has_magic(pattern) and not os.path.exists(pattern) else []
-    if not found:
+    if not has_magic(pattern) or os.path.exists(pattern):
         return _rows_of_file(path, keys)
+    found = sorted(glob(pattern))
+    if not found:
+        raise nothing_matches(pattern)
     shards = [_rows_of_file(one, keys) for one in found]
     rows = sum(one.rows for one in shards)
     if other := next((one for one in shards if len(one.tensors) != len(shards[0].tensors)), None):
@@ -232,12 +235,13 @@ def _rows_of_file(path: str | os.PathLike[str], keys: str | Iterable[str] | None
     try:
         with open_source(path, keys) as reader:
             description = reader.describe()
-    except UnknownFormat as problem:
+    except (UnknownFormat, FormatPluginFailed) as problem:
         if any("dtype=" in one for one in problem.fix):  # it can be given to legroom.open, but not here
             size = say("if it is a flat file of tokens, pass the size of a sequence instead: sample_bytes='4KB'")
         else:
             size = say("or pass the size of one sample instead: sample_bytes=SIZE")
-        problem.fix = (size, *(one for one in problem.fix if "dtype=" not in one))
+        others = [one for one in problem.fix if "dtype=" not in one]
+        problem.fix = (size, *others) if isinstance(problem, UnknownFormat) else (*others, size)
         raise
     arrays = [item for item in description.items if isinstance(item, ArraySpec)]
     tables = [item for item in description.items if not isinstance(item, ArraySpec)]

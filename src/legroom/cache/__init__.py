@@ -4,7 +4,8 @@ Open and find:
     expand_braces             the names that ``train-{000..127}.tar`` stands for
     find_or_build_entry       open a source: attach its entry, or build it in the first store with room
     lease_and_map_entry       lease, check and map an entry
-    cached_arrays_and_tables  the opened data: arrays, Arrow tables, ragged rows, tensors
+    cached_arrays_and_tables  the opened data: arrays, ragged rows, tensors, and tables by name
+    cached_tables             the Arrow tables: shards as one, columns as arrays or by row
     torch_dataset             a torch Dataset over the opened data
     open_without_cache        ``LEGROOM_DISABLE=1`` and ``backing="inplace"``
 
@@ -27,10 +28,10 @@ Stores and entries:
     locks                       flock between processes
     mapped_files_and_checksums  mmap copy-on-write, huge pages, NUMA nodes; read and write at an offset, CRC-32
     store_free_space            how much still fits: file system, inodes, memory, cgroups, reservations
-    manifest                    what an entry holds: keys, manifest.json, .npy headers
+    manifest                    what an entry holds: keys, manifest.json, .npy headers; revisions of readers
     file_stamps                 stamps of a file, and of all files below a directory
     source_stamps_and_digests   which data a path stands for: file stamps and digests
-    remembered_sources          the digest of each source, and for a minute the version of a remote object
+    source_digest_records       the digest of each source, and for a minute the version of a remote object
 
 Commands:
     list_and_verify  ``legroom cache list``, ``info`` and ``verify``; which entries are stale

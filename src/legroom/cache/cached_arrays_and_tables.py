@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, cast, overload
-from weakref import WeakValueDictionary
 
 import numpy as np
 
+from legroom.cache.cached_tables import StoredTable, not_utf8
 from legroom.cache.mapped_files_and_checksums import MappedFile, Prefault
-from legroom.errors import MissingKey, UnsupportedData, UsageError
+from legroom.errors import BadArgumentType, MissingKey, UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key, not_a_name
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import joined, listed, phrase, say
@@ -156,14 +155,15 @@ class CachedData(Mapping[str, Any]):
     def tensors(self, *names: str) -> dict[str, torch.Tensor]:
         """The arrays, and the columns of tables, as torch tensors on the same memory.
 
-        What torch cannot hold is left out. It raises if it was named, or if nothing else is left.
+        bfloat16 and 8-bit floats have torch's types here; ``[]`` gives their bits, since numpy has no such types. What
+        torch cannot hold is left out. It raises if it was named, or if nothing else is left.
         """
         found: dict[str, torch.Tensor] = {}
         refused: dict[str, UnsupportedData] = {}
         columns = [column for columns in self.columns.values() for column in columns]
         for name in names or [*self._open().arrays, *columns]:
             try:
-                found[name] = as_tensor(self[name], name)
+                found[name] = as_tensor(self[name], name, bits_of(self.info, name))
             except UnsupportedData as problem:
                 if names:
                     raise
@@ -287,16 +287,37 @@ def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> di
     return found
 
 
-def as_tensor(array: Any, name: str) -> torch.Tensor:
-    """A tensor on the same memory; UnsupportedData if torch has no such type."""
+# Types that numpy does not have, by safetensors' names: their arrays hold the bits. The reader of torch's files notes
+# torch's own names.
+_TORCH_NAMES = {
+    "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+
+
+def torch_name(attributes: Mapping[str, object]) -> str | None:
+    """torch's name of the type whose bits an array with these attributes holds; None: its own type."""
+    name = attributes.get("torch_dtype") or _TORCH_NAMES.get(str(attributes.get("safetensors_dtype")))
+    return str(name) if name else None
+
+
+def bits_of(entry: Entry, name: str) -> str | None:
+    """``torch_name`` of an array of the entry. Of other formats, attributes are what the user wrote."""
+    about = entry.arrays.get(name) if entry.format in ("safetensors", "torch") else None
+    return None if about is None else torch_name(about.attributes)
+
+
+def as_tensor(array: Any, name: str, bits: str | None = None) -> torch.Tensor:
+    """A tensor on the same memory; UnsupportedData if torch has no such type. ``bits``: of that type of torch's."""
     needed = require("torch", "torch", "data.tensors()", instead=(phrase("use the numpy array"),))
     try:
         with warnings.catch_warnings():
             # Columns of tables, and everything under vm.overcommit_memory=2, are read-only to numpy: torch would
             # warn although it is intended.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-            return cast("torch.Tensor", needed.from_numpy(array))
-    except TypeError as problem:
+            found = cast("torch.Tensor", needed.from_numpy(array))
+            return found if bits is None else found.view(getattr(needed, bits))
+    except (TypeError, AttributeError) as problem:  # an older torch lacks some 8-bit floats
         raise UnsupportedData(
             say("{name} cannot be converted to a tensor", name=name),
             why=str(problem).partition(". ")[0],
@@ -306,192 +327,6 @@ def as_tensor(array: Any, name: str) -> torch.Tensor:
 
 def _shown(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else f"{type(value).__name__}"
-
-
-class StoredTable:
-    """The requested columns of one table: Arrow IPC files, one per shard.
-
-    A column in one record batch is a view of the mapping. One in several is joined if it is wanted as an array, which
-    copies it once for as long as it is referenced. Batches and datasets read its rows where they are.
-    """
-
-    def __init__(self, parts: Sequence[MappedFile | bytes], columns: Sequence[str]) -> None:
-        self.columns = tuple(columns)
-        self._parts = parts
-        self._opened: Any = None
-        self._arrays: WeakValueDictionary[str, NDArray] = WeakValueDictionary()
-
-    def whole(self) -> Any:
-        """The table as a pyarrow.Table. Nothing is read until it is used."""
-        if self._opened is None:
-            import pyarrow as pa
-
-            tables = [pa.ipc.open_file(pa.BufferReader(_buffer(part))).read_all() for part in self._parts]
-            joined = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
-            # An entry of the whole file also serves requests for some of its columns.
-            stored = joined.column_names == list(self.columns)
-            self._opened = joined if stored else joined.select(list(self.columns))
-        return self._opened
-
-    def array(self, column: str) -> NDArray:
-        """A column of fixed width without nulls."""
-        array = self._arrays.get(column)
-        if array is None:
-            array = self._arrays[column] = _array(self.whole().column(column), column)
-        return array
-
-    def rows(self, column: str) -> NDArray | ColumnChunks | TableRows:
-        """A column to read row by row: not joined where it is in several record batches, unless it is already."""
-        stored = self.whole().column(column)
-        if not _is_fixed(stored.type):
-            return TableRows(stored, column)
-        if stored.num_chunks < 2 or column in self._arrays or stored.null_count:
-            return self.array(column)
-        chunks = [_values(chunk, column) for chunk in stored.chunks if len(chunk)]
-        found = ColumnChunks.within(chunks, [np.frombuffer(_bytes(part), np.uint8) for part in self._parts])
-        return self.array(column) if found is None else found
-
-
-class TableRows:
-    """A column of a table, row by row: str, bytes, bool, dict, None; lists of numbers as arrays."""
-
-    def __init__(self, column: Any, name: str) -> None:
-        import pyarrow as pa
-
-        kind = column.type
-        self._column, self._name = column, name
-        self._numbers = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_fixed(kind.value_type)
-
-    def __len__(self) -> int:
-        return len(self._column)
-
-    def __getitem__(self, row: int) -> Any:
-        value = self._column[row]
-        if self._numbers and value.is_valid and not value.values.null_count:
-            return np.array(_values(value.values, ""))  # a copy that may be written to
-        try:
-            return value.as_py()
-        except UnicodeDecodeError as problem:
-            raise invalid_text(_not_utf8(self._name, row), problem) from problem
-
-
-class ColumnChunks:
-    """A column whose rows lie in several places of some files: rows are read there, and nothing is joined.
-
-    A joined copy would be this process's own: eight processes would have eight.
-    """
-
-    def __init__(self, chunks: Sequence[NDArray], files: Sequence[NDArray], places: Sequence[tuple[int, int]]) -> None:
-        """``places``: the file of each chunk, and the byte in it where the chunk starts."""
-        first = chunks[0]
-        self.chunks, self.dtype = chunks, first.dtype
-        self._ends = np.cumsum([len(chunk) for chunk in chunks])
-        self._starts = [0, *self._ends[:-1].tolist()]
-        self.shape = (int(self._ends[-1]), *first.shape[1:])
-        self._row = first.nbytes // len(first)
-        self._file = np.array([file for file, _ in places])
-        # Where row 0 would lie if the chunk began with it.
-        self._shift = np.array([at for _, at in places]) - np.array(self._starts) * self._row
-        # Rows as single items that begin at every byte: numpy copies such an item as fast as a row.
-        self._items = [
-            np.ndarray((max(0, len(file) - self._row + 1),), f"V{self._row}", file, strides=(1,)) for file in files
-        ]
-
-    @classmethod
-    def within(cls, chunks: Sequence[NDArray], files: Sequence[NDArray]) -> ColumnChunks | None:
-        """None if the rows have no bytes, or a chunk is not in a file: Arrow converts some types into new memory."""
-        bounds = [(_address(file), _address(file) + file.nbytes) for file in files]
-        places = []
-        for chunk in chunks:
-            start = _address(chunk)
-            inside = [at for at, (low, high) in enumerate(bounds) if low <= start and start + chunk.nbytes <= high]
-            if not chunk.nbytes or not chunk.flags.c_contiguous or not inside:
-                return None
-            places.append((inside[0], start - bounds[inside[0]][0]))
-        return cls(chunks, files, places) if places else None
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def locate(self, row: int) -> tuple[NDArray, int]:
-        """The chunk of row 0 … len - 1, and its number within."""
-        chunk = bisect_right(self._starts, row) - 1
-        return self.chunks[chunk], row - self._starts[chunk]
-
-    def take(self, rows: NDArray) -> NDArray:
-        """A copy of rows 0 … len - 1, in this order."""
-        chunk = np.searchsorted(self._ends, rows, side="right")
-        at = rows * self._row + self._shift[chunk]
-        if len(self._items) == 1:
-            found = self._items[0][at]
-        else:
-            found, file = np.empty(len(rows), self._items[0].dtype), self._file[chunk]
-            for number in np.unique(file).tolist():
-                chosen = np.flatnonzero(file == number)
-                found[chosen] = self._items[number][at[chosen]]
-        taken: NDArray = found.view(self.dtype).reshape(len(rows), *self.shape[1:])
-        return taken
-
-
-def _address(array: NDArray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _bytes(part: MappedFile | bytes) -> Any:
-    return part if isinstance(part, bytes) else part.buffer()
-
-
-def _buffer(part: MappedFile | bytes) -> Any:
-    """A buffer for pyarrow that keeps the mapping alive."""
-    import pyarrow as pa
-
-    return pa.py_buffer(_bytes(part))
-
-
-def _array(column: Any, name: str) -> NDArray:
-    kind = column.type
-    if not _is_fixed(kind):
-        by_row = say("or read it row by row: data.dataset(…)")
-        raise _cannot(name, say("its type is {kind}, which is not fixed-width", kind=kind), by_row)
-    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    return _values(chunk, name)
-
-
-def _is_fixed(kind: Any) -> bool:
-    import pyarrow as pa
-
-    if isinstance(kind, pa.FixedShapeTensorType) or pa.types.is_fixed_size_list(kind):
-        return _is_fixed(kind.value_type)
-    # Booleans are bits here; intervals are several numbers each.
-    return pa.types.is_primitive(kind) and not (pa.types.is_boolean(kind) or pa.types.is_interval(kind))
-
-
-def _values(chunk: Any, name: str) -> NDArray:
-    """The numbers of an array without nulls, at any depth of fixed-size lists."""
-    import pyarrow as pa
-
-    kind = chunk.type
-    if chunk.null_count:
-        raise _cannot(name, say("its type is {kind} and it has {nulls} nulls", kind=kind, nulls=chunk.null_count))
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return chunk.to_numpy_ndarray() if len(chunk) else np.empty((0, *kind.shape), _dtype(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
-        inner = _values(chunk.flatten(), name)
-        return inner.reshape(len(chunk), kind.list_size, *inner.shape[1:])
-    array: NDArray = chunk.to_numpy(zero_copy_only=False)
-    return array
-
-
-def _dtype(kind: Any) -> Any:
-    return kind.to_pandas_dtype()
-
-
-def _cannot(name: str, why: str, *also: str) -> UnsupportedData:
-    return UnsupportedData(
-        say("column {name} cannot be read as an array", name=name),
-        why=why,
-        fix=(say("use the table"), *also, say("or select fixed-width columns without nulls")),
-    )
 
 
 _ROWS_AT_ONCE = 256  # of a loop over all rows: their offsets become Python numbers together
@@ -520,21 +355,54 @@ class Ragged(Sequence[Any]):
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: slice | list[Any] | NDArray) -> list[Any]: ...
     def __getitem__(self, index: Any) -> Any:
         if type(index) is not int:
             if isinstance(index, slice):
                 return [self[row] for row in range(*index.indices(self._length))]
-            index = int(np.ravel_multi_index(index, self.shape)) if isinstance(index, tuple) else index.__index__()
+            if isinstance(index, list) or getattr(index, "ndim", None):
+                return [self[row] for row in self._chosen(index)]
+            index = self._number_of(index)
         row = index + self._length if index < 0 else index
         if not 0 <= row < self._length:
-            raise IndexError(index)
+            raise IndexError(say("index {index} is out of bounds for {rows} rows", index=index, rows=self._length))
         if self.text:
             try:
                 return str(self.copied(row), "utf-8")
             except UnicodeDecodeError as problem:
-                raise invalid_text(_not_utf8(self.name, row), problem, _read_bytes(self.name, row)) from problem
+                raise invalid_text(not_utf8(self.name, row), problem, _read_bytes(self.name, row)) from problem
         return self.values[self._edges[row] : self._edges[row + 1]]
+
+    def _chosen(self, index: Any) -> list[int]:
+        """The numbers of the rows that a list or an array selects, as numpy does: by number, or by a mask."""
+        chosen = np.asarray(index)
+        if chosen.dtype == np.bool_ and chosen.shape == (self._length,):
+            chosen = np.flatnonzero(chosen)
+        if chosen.ndim != 1 or (chosen.dtype.kind not in "iu" and len(chosen)):
+            raise self._not_an_index(f"{chosen.dtype}{list(chosen.shape)}")
+        numbers: list[int] = chosen.tolist()
+        return numbers
+
+    def _number_of(self, index: Any) -> int:
+        """The number of the row at an index that is not a plain int: one of numpy or torch, or one for each axis."""
+        try:
+            if not isinstance(index, tuple):
+                return int(index.__index__())
+            at = [int(one.__index__()) for one in index]
+        except (AttributeError, TypeError):
+            raise self._not_an_index(type(index).__name__) from None
+        if len(at) != len(self.shape) or not all(-n <= one < n for one, n in zip(at, self.shape, strict=True)):
+            raise IndexError(say("index {index} is out of bounds for shape {shape}", index=index, shape=self.shape))
+        return int(np.ravel_multi_index([one % n for one, n in zip(at, self.shape, strict=True)], self.shape))
+
+    def _not_an_index(self, kind: str) -> BadArgumentType:
+        return BadArgumentType(
+            say("{name!r} cannot be indexed by {kind}", name=self.name, kind=kind),
+            why=say(
+                "rows are selected by an integer, a slice, a list or flat array of integers, or a mask of all rows"
+            ),
+            fix=(say("for one row: {code}", code=f"data[{self.name!r}][0]"),),
+        )
 
     def __iter__(self) -> Iterator[Any]:
         if self.text:
@@ -585,10 +453,6 @@ def _slices(edges: NDArray) -> Iterator[slice]:
 
 def _decode_text(text: bytes) -> str:
     return text.decode("utf-8")
-
-
-def _not_utf8(name: str, row: int) -> str:
-    return say("row {row} of {name!r} is not UTF-8 text", row=row, name=name)
 
 
 def _read_bytes(name: str, row: int) -> str:

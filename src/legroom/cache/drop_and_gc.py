@@ -11,7 +11,7 @@ import os
 import stat
 import time
 
-from legroom.cache import eviction, locks, remembered_sources, store_free_space
+from legroom.cache import eviction, locks, source_digest_records, store_free_space
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
 from legroom.cache.lease_and_map_entry import entry_exists
 from legroom.cache.list_and_verify import (
@@ -23,7 +23,7 @@ from legroom.cache.list_and_verify import (
     not_loaded_error,
     read_entry,
 )
-from legroom.cache.manifest import Manifest, is_key
+from legroom.cache.manifest import Manifest, is_key, reader_difference
 from legroom.cache.store_directories import (
     STORE_LOCK,
     Store,
@@ -77,9 +77,9 @@ def gc(*, free: int | None = None, older: float | None = None, stale: bool = Fal
     """Remove what is no longer needed.
 
     Leftovers of dead processes always, and downloads that have not grown for a day (or ``older``). With ``stale``,
-    entries whose file has other content now. With ``older``, entries not used for that many seconds. With ``free``,
-    the least recently used until every store has that many bytes free. A store that does not get there is listed in
-    ``short``.
+    entries whose file has other content now, or that an earlier version built whose reader gave other data. With
+    ``older``, entries not used for that many seconds. With ``free``, the least recently used until every store has that
+    many bytes free. A store that does not get there is listed in ``short``.
     """
     removed: list[Entry] = []
     kept: list[Entry] = []
@@ -119,12 +119,12 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> tuple[int, int]:
     Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
-        scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_sources.TEMPORARY)]
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(source_digest_records.TEMPORARY)]
         nbytes = eviction.leftover_bytes(store)
         left = sum(map(len, leftovers(store))) if dry_run else delete_leftovers(store)
         if not dry_run:
             _clear_records(store)
-            remembered_sources.clear_samples(store)
+            source_digest_records.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
         return left + len(scratch), nbytes
@@ -166,7 +166,7 @@ def _reap(store: Store, old: LeastRecent, removed: list[Entry], kept: list[Entry
 
 
 def _wanted(store: Store, older: float | None, matcher: SourceMatcher | None) -> list[LeastRecent]:
-    """Entries not used for ``older`` seconds, and (with ``matcher``) those whose file has other content now."""
+    """Entries not used for ``older`` seconds, and (with ``matcher``) those whose file or reader has changed."""
 
     def wanted(old: LeastRecent) -> bool:
         if older is not None and time.time() - old.last_used > older:
@@ -174,7 +174,10 @@ def _wanted(store: Store, older: float | None, matcher: SourceMatcher | None) ->
         if matcher is None:
             return False
         manifest = manifest_of(store, old.key)
-        return isinstance(manifest, Manifest) and matcher.is_replaced(manifest)
+        if not isinstance(manifest, Manifest):
+            return False
+        earlier = reader_difference(manifest.formats, manifest.options.readers) < 0
+        return earlier or matcher.is_replaced(manifest)
 
     return [old for old in least_recent_first(store) if wanted(old)]
 
@@ -212,8 +215,8 @@ def _clear_records(store: Store) -> None:
         try:
             record = (
                 None
-                if name.startswith(remembered_sources.TEMPORARY)
-                else remembered_sources.read_record_named(store, name)
+                if name.startswith(source_digest_records.TEMPORARY)
+                else source_digest_records.read_record_named(store, name)
             )
         except OSError:
             continue  # it may be a record

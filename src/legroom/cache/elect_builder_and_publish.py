@@ -24,7 +24,7 @@ from legroom.cache import (
     downloads_in_store,
     locks,
     manifest,
-    remembered_sources,
+    source_digest_records,
     source_stamps_and_digests,
     store_free_space,
 )
@@ -48,9 +48,11 @@ from legroom.cache.source_stamps_and_digests import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import (
     BUILDING,
+    IN_MEMORY,
     Store,
     Stores,
     existing_stores,
+    filesystem_at,
     log,
     open_stores,
     read_small_file,
@@ -275,12 +277,18 @@ def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None
     for store in stores.found:
         if not asked.request.wants(store):
             continue
-        found = find_by_digest(asked.request, asked.source, store, digest, "md5")
+        # The format is not known before its bytes are.
+        tried = (
+            find_by_digest(asked.request, asked.source, store, digest, "md5", readers)
+            for readers in (None, *((one,) for one in manifest.reader_identities()))
+        )
+        found = next((one for one in tried if one is not None), None)
         if found is None:
             continue
         if found.manifest.source_bytes == files[0].size:
             with suppress(OSError):
-                remembered_sources.write_record(store, asked.source, {"md5": digest}, time.time_ns())
+                readers = found.manifest.options.readers
+                source_digest_records.write_record(store, asked.source, {"md5": digest}, time.time_ns(), readers)
             return found
         found.lease.release()
     return None
@@ -312,10 +320,10 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked, remote = job.asked, job.asked.source.is_remote
     for store in stores.found:
-        record = remembered_sources.read_record(store, asked.source)
+        record = source_digest_records.read_record(store, asked.source)
         # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
-        if record is not None and same and record.is_trusted(asked.when_ns):
+        if record is not None and same and record.is_trusted(asked.when_ns) and _times_tell(job.source):
             # What was downloaded is hashed in any case: a known version says nothing about this transfer.
             known = {name: one for name, one in record.digests.items() if name != job.algorithm or not remote}
             job.digests.update(known)
@@ -342,10 +350,24 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     return None
 
 
+def _times_tell(source: Source) -> bool:
+    """Whether new bytes always mean new times. Not of a file in memory: it can change through a mapping without.
+
+    Then its digest is not taken from its record: an entry would have other data than its digest says.
+    """
+    files = source.files[:1] if isinstance(source.files, StampedFolder) else source.all_files
+    devices: dict[int, str] = {}  # a file on each; a link, or a file that is mounted, is elsewhere than its directory
+    for file in files:
+        if not isinstance(file.path, ObjectUrl):
+            with suppress(OSError):
+                devices.setdefault(os.stat(file.path).st_dev, os.path.realpath(file.path))
+    return not any(filesystem_at(path, device) in IN_MEMORY for device, path in devices.items())
+
+
 def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(remembered_sources.may_hold(store, *wanted) for store in stores.found)
+    return any(source_digest_records.may_hold(store, *wanted) for store in stores.found)
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
@@ -415,7 +437,7 @@ def publish_entry(
         try:
             there = attach(work.store, found.key)
         except OtherFormat as other:
-            if other.version > FORMAT:
+            if other.newer:
                 options = replace(options, version=FORMAT)
             else:
                 discard_unusable(work.store, found.key)
@@ -432,8 +454,8 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
     step("record")
     try:
         if job.sample:
-            remembered_sources.note_sample(store, job.algorithm, job.source.size, job.sample, key)
-        remembered_sources.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
+            source_digest_records.note_sample(store, job.algorithm, job.source.size, job.sample, key)
+        source_digest_records.write_record(store, job.source, job.digests, job.hashed_ns, job.plan.readers)
     except OSError as problem:
         log.warning(
             "%s",
@@ -473,6 +495,7 @@ def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifes
         source_bytes=job.source.size,
         sample=job.sample,
         kind=job.plan.kind,
+        kinds=job.plan.kinds,
         arrays=written.arrays,
         tables=written.tables,
         attributes=job.plan.attributes,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from legroom.cache import locks, remembered_sources, source_stamps_and_digests
+from legroom.cache import locks, source_digest_records, source_stamps_and_digests
 from legroom.cache.cached_arrays_and_tables import CachedData, DataContents, ragged_of
 from legroom.cache.lease_and_map_entry import (
     Attached,
@@ -26,11 +26,11 @@ from legroom.cache.lease_and_map_entry import (
     lease,
     lock_name,
     opened_entry,
-    read_manifest,
+    read_usable_manifest,
 )
-from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of, split_own_readers
 from legroom.cache.mapped_files_and_checksums import Prefault, opened
-from legroom.cache.remembered_sources import SourceRecord
+from legroom.cache.source_digest_records import SourceRecord
 from legroom.cache.source_stamps_and_digests import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
@@ -45,13 +45,14 @@ from legroom.cache.store_directories import (
     store_error,
     store_lock,
 )
-from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, StoreError, UnreadableSource, UsageError
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, StoreError, UsageError
 from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.argument_checks import check_choice, check_path
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+from legroom.system.open_file_or_pipe import nothing_matches
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
 from legroom.units import format_size
 
@@ -252,11 +253,7 @@ def _matching(text: str) -> list[Path]:
     if glob.has_magic(text) and not os.path.lexists(text):
         matches = sorted(glob.glob(text, recursive=True))
         if not matches:
-            raise UnreadableSource(
-                say("nothing matches {pattern}", pattern=text),
-                why=say("the working directory is {cwd}", cwd=os.getcwd()),
-                fix=(say("check the pattern"),),
-            )
+            raise nothing_matches(text)
         return list(map(absolute, matches))
     return [absolute(text)]
 
@@ -323,7 +320,7 @@ def remember_versions(source: Source) -> None:
     """Note in the store which versions of remote objects were seen, and when."""
     for path in source.paths:
         if isinstance(path, ObjectUrl):
-            lazy_import("legroom.cache.remembered_sources").remember(path)
+            lazy_import("legroom.cache.source_digest_records").remember(path)
 
 
 def _uncached() -> Any:
@@ -400,7 +397,7 @@ def _trusted_records(
 ) -> Iterator[tuple[Store, SourceRecord, tuple[str, ...] | None]]:
     """The records of a source that may be used, each with its store and the installed readers of the source."""
     for store in existing_stores():
-        record = remembered_sources.read_record(store, source) if request.wants(store) else None
+        record = source_digest_records.read_record(store, source) if request.wants(store) else None
         if record is not None and record.is_trusted(asked_ns):
             yield store, record, _installed(record.readers)
 
@@ -422,18 +419,19 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
                     continue
                 try:
                     with opened_entry(store, key) as folder:
-                        return read_manifest(folder, key), store.root, held
+                        return read_usable_manifest(folder, key), store.root, held
                 except (OSError, Damaged, OtherFormat):
                     held.release()
     return None
 
 
 def _installed(readers: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The readers of other packages in their installed versions: an update may read the same bytes differently."""
+    """The readers of a source in their installed versions: an update may read the same bytes differently."""
     if readers is None:
         return None
-    found: tuple[str, ...] | None = lazy_import("legroom.formats.plugin_formats").installed_readers(readers)
-    return found
+    own, others = split_own_readers(readers)
+    found = lazy_import("legroom.formats.plugin_formats").installed_readers(others) if others else ()
+    return None if found is None else tuple(sorted({*own, *found})) or None
 
 
 def find_by_digest(
@@ -446,7 +444,8 @@ def find_by_digest(
 ) -> Attached | None:
     """Attach the entry of that digest in that store. Damaged entries are moved to the trash.
 
-    ``readers`` are those of other packages that read the source; None: Legroom's own.
+    ``readers`` are what decides how the source is read, besides its bytes: those of other packages, and Legroom's own
+    that have a revision. None: neither.
     """
     for options in usable_options(request, source, readers):
         key = key_of(digest, algorithm, options)
@@ -466,8 +465,8 @@ def attach_usable(store: Store, key: str) -> Attached | None:
             text = say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem)
             log.warning("%s", text)
         except OtherFormat as other:
-            if other.version > FORMAT:
-                return None  # a newer format is left alone: the next variant is built beside it
+            if other.newer:
+                return None  # it is left alone: the next variant is built beside it
         if not discard_unusable(store, key):
             return None
 
@@ -495,7 +494,7 @@ def row_order(source: Source) -> tuple[int, ...] | None:
 
 
 def discard_unusable(store: Store, key: str) -> bool:
-    """Move an unusable entry to the trash. False if its format is newer: it is left alone.
+    """Move an unusable entry to the trash. False if its format or reader is newer: it is left alone.
 
     Processes that have mapped it keep their pages: only the name is removed.
     """
@@ -504,7 +503,7 @@ def discard_unusable(store: Store, key: str) -> bool:
         try:
             found = attach(store, key)
         except (Damaged, OtherFormat) as problem:
-            if isinstance(problem, OtherFormat) and problem.version >= FORMAT:
+            if isinstance(problem, OtherFormat) and problem.newer:
                 return False
             moved = eviction.move_entry_to_trash(store, key)
             try:

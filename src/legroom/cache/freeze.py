@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import locks, remembered_sources, store_free_space
+from legroom.cache import locks, source_digest_records, store_free_space
 from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
 from legroom.cache.find_or_build_entry import (
     CANNOT_ATTACH,
@@ -132,7 +132,7 @@ class _Freezing:
 
     def may_exist(self, stores: Stores) -> bool:
         """Whether an object with this sample has an entry."""
-        return any(remembered_sources.may_hold(store, _HASH, len(self.obj), self.sample) for store in stores.found)
+        return any(source_digest_records.may_hold(store, _HASH, len(self.obj), self.sample) for store in stores.found)
 
 
 def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
@@ -211,7 +211,7 @@ def _build_in(store: Store, work: _Freezing) -> Attached:
 
         def record(key: str) -> None:
             try:
-                remembered_sources.note_sample(store, _HASH, len(work.obj), work.sample, key)
+                source_digest_records.note_sample(store, _HASH, len(work.obj), work.sample, key)
             except OSError as problem:  # the next process finds the entry when it publishes its own
                 log.warning("%s", say("{root}: {problem}", root=store.root, problem=problem.strerror or problem))
 

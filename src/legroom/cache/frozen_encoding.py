@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import chain, repeat
+from numbers import Complex, Number
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, Literal, cast
 
@@ -31,6 +32,7 @@ _TOP_TUPLE, _TOP_ARRAY, TOP_CONTAINER = b"T", b"A", b"C"
 LARGE_ARRAY = 1 << 20  # an array from this size on is a read-only view of the shared copy
 _DEEPEST = 100  # containers in each other that are always taken; ormsgpack alone takes some more
 _ALIGNMENT = 64
+_MOST_DECIMAL = 10_000  # bits of an integer key that is written in decimal
 _LEAVES = frozenset((int, float, str, bool, type(None), bytes))
 
 
@@ -417,13 +419,13 @@ def key_bytes(key: Any) -> bytes | None:
     if isinstance(key, str):
         return b"s" + str.encode(key, "utf-8", "surrogatepass")
     if isinstance(key, (int, np.integer, np.bool_)):
-        return b"i%d" % int(key)
+        return _integer_bytes(int(key))
     if isinstance(key, (float, np.floating)):
         number = float(key)
         if number != key or math.isnan(number):
             return None
-        return b"i%d" % int(number) if number.is_integer() else b"f" + number.hex().encode()
-    if isinstance(key, bytes):
+        return _integer_bytes(int(number)) if number.is_integer() else b"f" + number.hex().encode()
+    if isinstance(key, (bytes, memoryview)):
         return b"b" + bytes(key)
     if key is None:
         return b"n"
@@ -434,6 +436,24 @@ def key_bytes(key: Any) -> bytes | None:
         return b"t" + b"".join(b"%d:%b" % (len(part), part) for part in cast("list[bytes]", parts))
     if isinstance(key, PurePosixPath):
         return b"p" + str(key).encode("utf-8", "surrogatepass")
+    return _other_number_bytes(key) if isinstance(key, Number) else None
+
+
+def _integer_bytes(number: int) -> bytes:
+    # Python refuses to write thousands of digits in decimal.
+    return b"i%d" % number if number.bit_length() < _MOST_DECIMAL else b"ix%x" % number
+
+
+def _other_number_bytes(key: Any) -> bytes | None:
+    """The same of a Decimal, a Fraction or a complex number: those of the int or float that it is equal to."""
+    part: Any = key.real if isinstance(key, Complex) else key
+    for kind in (float, int):
+        try:
+            number = kind(part)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if number == key:
+            return key_bytes(number)
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from legroom.cache.frozen_encoding import decoder, key_bytes
+from legroom.messages import say
 from legroom.records.cache_entry import Entry
 from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
@@ -67,7 +68,8 @@ class _View:
     def _shown(self, kind: str, count: int) -> str:
         entry = self._contents.entry
         items = "item" if count == 1 else "items"
-        return f"<frozen {kind} of {count:,} {items}, {format_size(entry.bytes)} in {entry.backing}>"
+        where = "on disk" if entry.backing == "disk" else f"in {entry.backing}"
+        return f"<frozen {kind} of {count:,} {items}, {format_size(entry.bytes)} {where}>"
 
 
 class FrozenSequence(_View, Sequence[Any]):
@@ -95,7 +97,9 @@ class FrozenSequence(_View, Sequence[Any]):
         try:
             at = self._at + self._rows[index]
         except IndexError:
-            raise IndexError(index) from None
+            raise IndexError(
+                say("index {index} is out of bounds for {rows} items", index=index, rows=len(self))
+            ) from None
         return self._decode(self._offsets[at], self._offsets[at + 1])
 
     def __len__(self) -> int:

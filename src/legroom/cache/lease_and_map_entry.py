@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from legroom.cache import locks, manifest
 from legroom.cache.locks import Lock
-from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, Table, from_json
+from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, OtherReader, Table, from_json, outdated
 from legroom.cache.mapped_files_and_checksums import MappedFile
 from legroom.cache.store_directories import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
@@ -215,6 +215,14 @@ def read_manifest(folder: int, key: str) -> Manifest:
     return from_json(data, key)
 
 
+def read_usable_manifest(folder: int, key: str) -> Manifest:
+    """The same; also raises OtherReader if a reader of another revision built the entry."""
+    found = read_manifest(folder, key)
+    if outdated(found) is not None:
+        raise OtherReader(found)
+    return found
+
+
 def open_checked(folder: int, item: Array | Table) -> int:
     """Open a data file and compare its size, stamp and header with the manifest."""
     fd, stats = _open(folder, item.file)
@@ -246,7 +254,7 @@ def map_entry(store: Store, key: str, folder: int, lock: EntryLease) -> Attached
 
 
 def _map_entry(store: Store, key: str, folder: int, lock: EntryLease) -> Attached:
-    found = read_manifest(folder, key)
+    found = read_usable_manifest(folder, key)
     arrays: dict[str, NDArray] = {}
     maps: list[MappedFile] = []
     for array in found.arrays:
@@ -344,6 +352,7 @@ def entry_record(
         created=manifest.built_at,
         last_used=last_used,
         built_by=manifest.built_by,
+        outdated=outdated(manifest),
         versions=tuple(
             stamp for path, stamp in zip(manifest.paths, manifest.stamps, strict=True) if "://" in path and is_url(path)
         ),
@@ -364,6 +373,7 @@ def tables_of(tables: Iterable[tuple[str, Table | TableSpec]]) -> dict[str, Entr
     """Tables by name, with the shards of each combined."""
     found: dict[str, EntryTable] = {}
     for name, table in tables:
-        before = found.get(name, EntryTable(0, {}, 0))
-        found[name] = EntryTable(before.rows + table.rows, table.columns, before.bytes + table.nbytes, table.attributes)
+        # The first shard's order of the columns is that of all: see cached_tables.py.
+        before = found.get(name, EntryTable(0, table.columns, 0, table.attributes))
+        found[name] = replace(before, rows=before.rows + table.rows, bytes=before.bytes + table.nbytes)
     return found

@@ -19,7 +19,7 @@ from typing import Literal
 from legroom.cache import (
     eviction,
     mapped_files_and_checksums,
-    remembered_sources,
+    source_digest_records,
     source_stamps_and_digests,
     store_free_space,
 )
@@ -40,6 +40,7 @@ from legroom.cache.store_directories import Store, is_locked, is_resource_shorta
 from legroom.cache.store_free_space import directory_bytes
 from legroom.errors import (
     DamagedSource,
+    FormatPluginFailed,
     LegroomError,
     MissingKey,
     NoSuchObject,
@@ -51,7 +52,7 @@ from legroom.errors import (
     UnsupportedData,
     UsageError,
 )
-from legroom.formats.detect import open_source
+from legroom.formats.detect import has_format, open_source
 from legroom.formats.file_reads_and_errors import make_room_for_files
 from legroom.messages import joined, listed, say, shown
 from legroom.probe.host_files_and_syscalls import Host
@@ -111,7 +112,7 @@ class SourceMatcher:
         if named not in self._looked:
             self._looked[named] = source_stamps_and_digests.stamp_source(named)
         for store in self._stores:
-            record = remembered_sources.read_record(store, self._looked[named])
+            record = source_digest_records.read_record(store, self._looked[named])
             if record is not None and record.is_trusted(self._asked_ns):
                 if record.digests.get(manifest.hash) == manifest.digest:
                     return True
@@ -162,7 +163,7 @@ class SourceMatcher:
         if self._known is None:
             self._known = {}
             for store in self._stores:
-                for record in remembered_sources.all_records(store):
+                for record in source_digest_records.all_records(store):
                     for one in record.digests.values():
                         self._known.setdefault(one, []).append(recorded_paths(record.paths))
         return self._known.get(digest, [])
@@ -188,7 +189,9 @@ def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
     with ExitStack() as stack:
         options = manifest.options
         make_room_for_files(len(paths))
-        readers = [stack.enter_context(open_source(Path(path), options.keys, dtype=options.dtype)) for path in paths]
+        # No others: they may need the reader of a package that is gone or broken.
+        referring = [path for path in map(Path, paths) if has_format(path, _REFERRING)]
+        readers = [stack.enter_context(open_source(path, options.keys, dtype=options.dtype)) for path in referring]
         source = source_stamps_and_digests.with_referenced_files(source, [reader.describe() for reader in readers])
         source_stamps_and_digests.require_stamped(source, readers)
     return source
@@ -350,15 +353,16 @@ def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> l
 
 
 def _keys_of_paths(store: Store, paths: Sequence[SourcePath], matcher: SourceMatcher) -> list[str]:
-    if any(isinstance(path, ObjectUrl) for path in paths):
-        try:
-            return keys_of_content(store, paths, matcher)
-        except RemoteError:  # not reachable now: those that were built from it
-            return keys_built_from(store, paths)
-    if len(paths) == 1 and not os.path.lexists(paths[0]):
+    gone = len(paths) == 1 and isinstance(paths[0], Path) and not os.path.lexists(paths[0])
+    try:
         # The file may have been removed while its entry still exists.
-        return keys_built_from(store, paths)
-    return keys_of_content(store, paths, matcher)
+        return keys_built_from(store, paths) if gone else keys_of_content(store, paths, matcher)
+    except RemoteError:  # not reachable now: those that were built from it
+        pass
+    except (FormatPluginFailed, UnreadableSource):  # the format of a directory may be of a package that is gone
+        if not any(isinstance(path, Path) and path.is_dir() for path in paths):
+            raise
+    return keys_built_from(store, paths)
 
 
 def keys_named(store: Store, name: str) -> list[str]:
@@ -524,8 +528,8 @@ def _source(
     except SourceError as problem:
         if any(_gone(path) for path in manifest.paths):
             return "missing", problem.why
-        # An unreadable source may be unchanged.
-        return ("not-checked" if isinstance(problem, UnreadableSource) else "changed"), problem.why
+        unknown = isinstance(problem, (FormatPluginFailed, UnreadableSource))  # it may be unchanged
+        return ("not-checked" if unknown else "changed"), problem.why
     if now == manifest.digest:
         return "same", ""
     return "changed", say("its {hash} is now {now}", hash=manifest.hash, now=now)

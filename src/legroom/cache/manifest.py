@@ -15,7 +15,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -33,6 +33,26 @@ FROZEN = "frozen"  # the format of an entry that legroom.freeze made: it has no 
 _AS_IT_IS = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9_.~-]{0,179}")  # names that quote() does not change
 FILE_NAME = re.compile(r"[A-Za-z0-9_%~+=,-][A-Za-z0-9_.%~+=,-]{0,220}\.(?:npy|arrow)")
 
+# Readers of ours that give other data for the same bytes than in an earlier version have a revision above 1. It is part
+# of the key of an entry, as "legroom webdataset 2", like the package and version of a reader of another package. So an
+# entry that an earlier reader built is not found. Where a record without revisions leads to one, its manifest names the
+# format, and the entry is not used.
+#
+# Raise the number with every change after which a file gives other values, names or rows, or is refused because they
+# would be wrong. An error in other words, or a faster reader, needs none: all entries of that format are built again.
+JOIN = "join"  # stands beside the formats of several sources that are one dataset
+
+# By the name of the format, as in formats/detect.py, and of how sources are joined; all others have revision 1.
+REVISIONS = {
+    "webdataset": 2,  # a link to a file of the same archive is that file; before, its sample was missing
+    "imagefolder": 2,  # directories that begin with a dot are no classes, ._ files are no images
+    "torch": 3,  # conj and neg bits, two tensors of one name are refused; tensors below tuples are found, or refused
+    "npz": 2,  # members have the names by which numpy finds them
+    "zarr": 2,  # chunks that were cut short are refused
+    JOIN: 2,  # values that mean different things are refused, attributes that differ are left out
+}
+_OWN = re.compile(r"legroom (\S+) ([0-9]+)")
+
 
 class Damaged(ValueError):
     """The manifest, or a file, is not valid for this format."""
@@ -43,7 +63,25 @@ class OtherFormat(ValueError):
 
     def __init__(self, version: int) -> None:
         super().__init__(say("entry format {version}; this version reads format {ours}", version=version, ours=FORMAT))
-        self.version = version
+        self.newer = version > FORMAT
+
+
+class OtherReader(OtherFormat):
+    """An entry that another revision of a reader built, which gives other data for the same bytes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        ValueError.__init__(self, outdated(manifest))
+        self.newer = reader_difference(manifest.formats, manifest.options.readers) > 0
+
+
+def outdated(manifest: Manifest) -> str | None:
+    """Why this version does not use a valid entry. None if it does."""
+    other = reader_difference(manifest.formats, manifest.options.readers)
+    if other < 0:
+        return say("an earlier version built it, whose {format} reader gave other data", format=manifest.kind)
+    if other > 0:
+        return say("a newer version built it, whose {format} reader gives other data", format=manifest.kind)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +129,7 @@ class Options:
     keys: tuple[str, ...] | None = None
     order: tuple[int, ...] | None = None  # rows of several files, where not in the order of the digest
     version: int | None = None  # built beside an entry of a newer format
-    readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
+    readers: tuple[str, ...] | None = None  # packages and versions of readers; revisions of Legroom's own
     dtype: str | None = None  # of a flat token file, which does not say it itself
 
     @property
@@ -123,6 +161,13 @@ class Manifest:
     built_at: float
     built_by: str
     cgroups: tuple[int, ...] = ()  # inodes of the memory cgroups that its pages are charged to, the builder's own first
+    kinds: tuple[str, ...] | None = None  # of several sources, where they differ
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of all its sources, and whether these are joined: what decides how they were read."""
+        kinds = (self.kind,) if self.kinds is None else self.kinds
+        return (*kinds, JOIN) if len(self.paths) > 1 else kinds
 
     @property
     def items(self) -> list[Array | Table]:
@@ -195,6 +240,7 @@ def to_json(manifest: Manifest) -> bytes:
             "bytes": manifest.source_bytes,
             "sample": manifest.sample,
             "format": manifest.kind,
+            **({} if manifest.kinds is None else {"formats": manifest.kinds}),
         },
         "checksum": CHECKSUM,
         "arrays": [_array_to_json(array) for array in manifest.arrays],
@@ -288,6 +334,7 @@ def from_json(data: bytes, key: str) -> Manifest:
         built_at=_number(built.get("at")),
         built_by=_text(built.get("by"), "built.by"),
         cgroups=_ints(built.get("cgroups", [])),
+        kinds=_optional(source.get("formats"), _texts),
     )
     if top.get("checksum") != CHECKSUM:
         raise Damaged("unknown checksum algorithm")
@@ -491,3 +538,41 @@ def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError("not the shape of a field")
     return tuple(value)
+
+
+# Revisions of readers
+
+
+def reader_identity(format: str) -> str | None:
+    """What stands in an entry's key for our reader of that format. None: nothing, it reads as it always did."""
+    revision = REVISIONS.get(format, 1)
+    return f"legroom {format} {revision}" if revision > 1 else None
+
+
+def reader_identities() -> list[str]:
+    """Those of all readers that have one."""
+    return [one for name in REVISIONS if (one := reader_identity(name)) is not None]
+
+
+def split_own_readers(readers: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Our readers among some identities, as those are now, and the identities of other packages."""
+    now: list[str] = []
+    others: list[str] = []
+    for reader in readers:
+        own = _OWN.fullmatch(reader)
+        if own is None:
+            others.append(reader)
+        elif (one := reader_identity(own[1])) is not None:
+            now.append(one)
+    return now, others
+
+
+def reader_difference(formats: Iterable[str], readers: Sequence[str] | None) -> int:
+    """How the readers that built an entry differ from ours: below zero if one is earlier, above if one is newer."""
+    built = {own[1]: int(own[2]) for reader in readers or () if (own := _OWN.fullmatch(reader))}
+    others = [reader for reader in readers or () if not _OWN.fullmatch(reader)]
+    for name in formats:
+        if not any(f" {name} legroom==" in reader for reader in others):  # a package's format of the same name
+            built.setdefault(name, 1)
+    found = [revision - REVISIONS.get(name, 1) for name, revision in built.items()]
+    return min(found, default=0) or max(found, default=0)

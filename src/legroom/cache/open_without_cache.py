@@ -23,7 +23,8 @@ from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import arriving, make_room_for_files
-from legroom.formats.fill_arrays import bytes_of
+from legroom.formats.fill_output_arrays import bytes_of
+from legroom.formats.plugin_formats import PluginReader
 from legroom.messages import say
 from legroom.records.cache_entry import Entry
 from legroom.remote.remote_object import ObjectUrl, SourcePath
@@ -112,17 +113,22 @@ def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None, dtype: s
             raise _cannot(planned.tables[0].spec.name, say("it is a table"))
         for target in planned.arrays:
             extent = reader.extent(target.spec.name)
-            if extent is None and target.spec.ragged:
-                raise _cannot(target.spec.name, say("no file has it: it is made while the file is loaded"))
             if extent is None:
-                raise _cannot(
-                    target.spec.name,
-                    say("it is compressed, chunked, or not in native byte order"),
-                    say("write it contiguous, uncompressed and in native byte order"),
-                )
+                raise _not_in_one_piece(target.spec, reader, planned.kind)
             arrays[target.spec.name] = _mapped(target.spec, extent, reader)
             extents[target.spec.name] = extent
     return DataContents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
+
+
+def _not_in_one_piece(spec: ArraySpec, reader: BaseReader, kind: str) -> UnsupportedData:
+    """The error for an array whose bytes do not lie in a file as they are in memory."""
+    chunks = say("it is compressed, chunked, or not in native byte order")
+    if kind == "zarr":  # no file of it could be mapped, however it is written
+        return _cannot(spec.name, chunks)
+    own = reader.own if isinstance(reader, PluginReader) else reader
+    if spec.ragged or type(own)._extent is BaseReader._extent:  # of such a format no array lies in a file in one piece
+        return _cannot(spec.name, say("no file has it: it is made while the file is loaded"))
+    return _cannot(spec.name, chunks, say("write it contiguous, uncompressed and in native byte order"))
 
 
 def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:

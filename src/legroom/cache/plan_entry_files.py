@@ -1,15 +1,14 @@
 """Plan a build: which files to write, of which sizes, and where their bytes lie in the sources.
 
 Nothing is read or written here, apart from a reader's metadata. Several sources are joined along the first axis of
-their arrays and tables. They must have the same names, columns, types, shapes of a row, encodings and classes: the same
-number may be another class in another folder.
+their arrays and tables. They must have the same names, columns, types and shapes of a row, and their values must mean
+the same: the same number may be another class in another folder. Attributes that are not those of all are left out.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,9 +17,12 @@ from legroom.cache import manifest
 from legroom.cache.store_free_space import BuildNeed
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Slab, TableSpec, names_shown
-from legroom.messages import joined, phrase, say
+from legroom.messages import joined, listed, phrase, say
 from legroom.remote.remote_object import SourcePath
 
+_MOST_SHOWN = 80  # letters of a value in an error
+_COMMON_NAMES = phrase("open the files one by one, or pass the common names with keys=")
+_ONE_BY_ONE = phrase("open the files one by one")  # where they have no common names
 _OTHER_FILES = 8  # the directory, the manifest, lock files, records
 
 
@@ -61,7 +63,8 @@ class BuildPlan:
     arrays: tuple[ArrayTarget, ...]
     tables: tuple[TableTarget, ...]
     attributes: Mapping[str, Any]
-    readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
+    readers: tuple[str, ...] | None = None  # packages and versions of readers; revisions of Legroom's own
+    kinds: tuple[str, ...] | None = None  # of several sources, where they differ
 
     @property
     def targets(self) -> list[ArrayTarget | TableTarget]:
@@ -108,8 +111,19 @@ def plan_files(descriptions: Sequence[Description], sources: Sequence[SourcePath
         name = manifest.file_name(item.name, ".npy", taken)
         arrays.append(ArrayTarget(spec, name, manifest.npy_header(spec.shape, spec.dtype), pieces))
     named = [replace(table, file=manifest.file_name(table.spec.name, ".arrow", taken)) for table in tables]
-    readers = tuple(sorted({one.reader for one in descriptions if one.reader is not None}))
-    return BuildPlan(first.format, tuple(arrays), tuple(named), first.attributes, readers or None)
+    readers = {one.reader or manifest.reader_identity(one.format) for one in descriptions}
+    if len(descriptions) > 1:
+        readers.add(manifest.reader_identity(manifest.JOIN))
+    kinds = tuple(sorted({one.format for one in descriptions}))
+    meaning = {name for item in first.items for name in item.meaning}
+    return BuildPlan(
+        first.format,
+        tuple(arrays),
+        tuple(named),
+        _of_all([one.attributes for one in descriptions], meaning),
+        tuple(sorted(one for one in readers if one is not None)) or None,
+        kinds if len(kinds) > 1 else None,
+    )
 
 
 def _tables(item: TableSpec, descriptions: Sequence[Description], files: Sequence[str]) -> list[TableTarget]:
@@ -181,41 +195,84 @@ class Piece:
 
 
 def require_joinable(descriptions: Sequence[Description], files: Sequence[str]) -> None:
-    """Refuse sources with other names of arrays and tables, or with other classes; ``files`` are named in the error."""
+    """Refuse sources with other names of arrays and tables; ``files`` are named in the error."""
     _same_names(descriptions, files)
-    _same_classes(descriptions, files)
 
 
 def table_parts(item: TableSpec, descriptions: Sequence[Description], files: Sequence[str]) -> list[TableSpec]:
     """That table of each source, under a name of its own."""
-    found = []
+    found: list[TableSpec] = []
     for index, description in enumerate(descriptions):
         spec = next(other for other in description.items if other.name == item.name)
         if not isinstance(spec, TableSpec) or spec.columns != item.columns:
-            raise _cannot_join(item.name, _column_difference(item, spec, (files[0], files[index])))
-        if _features(spec) != _features(item):
-            why = say("{other} and {first} have different features", other=files[index], first=files[0])
-            raise _cannot_join(item.name, why)
+            common = isinstance(spec, TableSpec) and spec.columns.keys() & item.columns.keys()
+            why = _column_difference(item, spec, (files[0], files[index]))
+            raise _cannot_join(item.name, why, _COMMON_NAMES if common else _ONE_BY_ONE)
+        _same_meaning(item, spec, (files[0], files[index]))
         found.append(replace(spec, name=f"{item.name}/{index}"))
-    return found
+    attributes = _of_all([spec.attributes for spec in found], item.meaning)
+    return [replace(spec, attributes=attributes) for spec in found]
 
 
-def _features(table: TableSpec) -> object:
-    """What datasets notes about columns, such as the names of classes: the same number may be another class."""
-    noted: Any = table.attributes.get("huggingface")
-    try:
-        return json.loads(noted)["info"]["features"]
-    except (KeyError, TypeError, ValueError):
-        return noted
+def _of_all(attributes: Sequence[Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
+    """The attributes that all have, with the same value; those of the first whose meaning is that of all."""
+    first, *others = attributes
+    return {
+        name: value
+        for name, value in first.items()
+        if name in kept or all(name in other and _same(other[name], value) for other in others)
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON: 1, 1.0 and True are not."""
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(_same(value, other[name]) for name, value in one.items())
+        )
+    if isinstance(one, (list, tuple)):
+        return isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _same_meaning(first: ArraySpec | TableSpec, other: ArraySpec | TableSpec, files: tuple[str, str]) -> None:
+    """Refuse values that the dtype calls the same, and that stand for different things."""
+    mine, its = first.meaning, other.meaning
+    if _same(mine, its) or _same([*mine.values()], [*its.values()]):  # other formats have other names for attributes
+        return
+    names = [*mine, *its]
+    odd = next(name for name in names if (name in mine) != (name in its) or not _same(mine[name], its[name]))
+    values = [_shortened(spec.meaning[odd]) if odd in spec.meaning else say("none") for spec in (other, first)]
+    why = say("{other} and {first} have different {attribute}: {value} and {first_value}", other=files[1],
+              first=files[0], attribute=odd, value=values[0], first_value=values[1])  # fmt: skip
+    raise _cannot_join(first.name, why)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _same_names(descriptions: Sequence[Description], files: Sequence[str]) -> None:
-    names = {item.name for item in descriptions[0].items}
-    for index, description in enumerate(descriptions):
-        others = {item.name for item in description.items}
-        if others != names:
-            odd = sorted(others ^ names)[0]
-            raise _cannot_join(odd, _difference(names, others, (files[0], files[index])))
+    every = [{item.name for item in description.items} for description in descriptions]
+    names = every[0]
+    index = next((index for index, others in enumerate(every) if others != names), None)
+    if index is None:
+        return
+    common = set.intersection(*every)
+    kinds = list(dict.fromkeys(description.format for description in descriptions))
+    if not common and len(kinds) > 1:
+        at = next(at for at, one in enumerate(descriptions) if one.format != kinds[0])
+        formats = say("the files have different formats: {formats}", formats=listed(kinds))
+        raise UnsupportedData(
+            say("cannot join {first} and {other}", first=files[0], other=files[at]),
+            why=joined([formats, _difference(names, every[at], (files[0], files[at]))]),
+            fix=(say("open the files of each format on their own"),),
+        )
+    why = _difference(names, every[index], (files[0], files[index]))
+    raise _cannot_join(sorted(every[index] ^ names)[0], why, _COMMON_NAMES if common else _ONE_BY_ONE)
 
 
 def _difference(first: set[str], other: set[str], files: tuple[str, str]) -> str:
@@ -234,17 +291,6 @@ def _column_difference(first: TableSpec, other: ArraySpec | TableSpec, files: tu
                first_kind=first.columns[name], first=files[0], kind=other.columns[name], other=files[1])  # fmt: skip
 
 
-def _same_classes(descriptions: Sequence[Description], files: Sequence[str]) -> None:
-    """A label is the number of a class in its own folder: the folders must have the same classes."""
-    first = descriptions[0]
-    for index, other in enumerate(descriptions):
-        labelled = "imagefolder" in (first.format, other.format) and any(one.name == "label" for one in first.items)
-        if labelled and (first.format, first.attributes) != (other.format, other.attributes):
-            raise _cannot_join(
-                "label", say("{other} and {first} have different classes", first=files[0], other=files[index])
-            )
-
-
 def joined_array(
     item: ArraySpec, descriptions: Sequence[Description], files: Sequence[str]
 ) -> tuple[ArraySpec, tuple[Piece, ...]]:
@@ -254,15 +300,15 @@ def joined_array(
     offsets = item.ragged is not None and item.name == f"{item.ragged}/offsets"
     pieces: list[Piece] = []
     rows = position = shift = 0
-    for index, description in enumerate(descriptions):
-        spec = _array(description, item)
+    every = [_array(description, item) for description in descriptions]
+    for index, (spec, description) in enumerate(zip(every, descriptions, strict=True)):
         if spec.shape[1:] != item.shape[1:] or spec.dtype != item.dtype:
             why = say("{other} has {shape} {dtype}, {first} has {first_shape} {first_dtype}", other=files[index],
                       shape=spec.shape, dtype=spec.dtype, first=files[0], first_shape=item.shape,
                       first_dtype=item.dtype)  # fmt: skip
             raise _cannot_join(item.name, why)
-        encodings = [one.attributes.get("mds_encoding") for one in (spec, item)]
-        if spec.text != item.text or encodings[0] != encodings[1]:
+        _same_meaning(item, spec, (files[0], files[index]))
+        if spec.text != item.text:
             raise _cannot_join(
                 item.name, say("{other} and {first} have different encodings", first=files[0], other=files[index])
             )
@@ -275,8 +321,26 @@ def joined_array(
         if offsets:
             values = next(other for other in description.items if other.name == f"{item.ragged}/values")
             shift += values.shape[0] if isinstance(values, ArraySpec) else 0
-    whole = ArraySpec(item.name, (rows, *item.shape[1:]), item.dtype, item.attributes, item.ragged, item.text)
-    return whole, tuple(pieces)
+    attributes = _of_all([spec.attributes for spec in every], item.meaning)
+    if item.ragged is not None:
+        attributes.pop("ragged_shape", None)
+        attributes |= _rows_shape(every, files)
+    return replace(item, shape=(rows, *item.shape[1:]), attributes=attributes), tuple(pieces)
+
+
+def _rows_shape(specs: Sequence[ArraySpec], files: Sequence[str]) -> dict[str, Any]:
+    """The shape of all rows of ragged data as an attribute, if they have one that is more than their number."""
+    noted = [spec.attributes.get("ragged_shape") for spec in specs]
+    shapes = [one if isinstance(one, list) and all(type(n) is int for n in one) else [] for one in noted]
+    if not any(shapes):
+        return {}
+    for index, shape in enumerate(shapes):
+        if len(shape) != len(shapes[0]) or shape[1:] != shapes[0][1:]:
+            why = say("{other} has {shape} {dtype}, {first} has {first_shape} {first_dtype}", other=files[index],
+                      shape=tuple(shape) or specs[index].shape, dtype=specs[index].dtype, first=files[0],
+                      first_shape=tuple(shapes[0]) or specs[0].shape, first_dtype=specs[0].dtype)  # fmt: skip
+            raise _cannot_join(str(specs[0].ragged), why)
+    return {"ragged_shape": [sum(shape[0] for shape in shapes), *shapes[0][1:]]}
 
 
 def _array(description: Description, item: ArraySpec) -> ArraySpec:
@@ -286,7 +350,5 @@ def _array(description: Description, item: ArraySpec) -> ArraySpec:
     return found
 
 
-def _cannot_join(
-    name: str, why: str, fix: str = phrase("open the files one by one, or pass the common names with keys=")
-) -> UnsupportedData:
+def _cannot_join(name: str, why: str, fix: str = _COMMON_NAMES) -> UnsupportedData:
     return UnsupportedData(say("cannot join {name} across files", name=name), why=why, fix=(say(fix),))

@@ -115,7 +115,7 @@ def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
     folders: list[StampedFile] = []
     for path, name in zip(paths, shard_names(paths), strict=True):
         if isinstance(path, ObjectUrl):
-            stamp = lazy_import("legroom.cache.remembered_sources").version_of(path, ask=ask)
+            stamp = lazy_import("legroom.cache.source_digest_records").version_of(path, ask=ask)
             files.append(StampedFile(name or path.name, path, stamp))
         elif is_folder(path):
             below = stamp_folder(path, name, folders)

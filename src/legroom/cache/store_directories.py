@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -390,7 +390,7 @@ def _passed_over(candidate: StoreCandidate, unfit: UnusableStore, *, there: bool
 def _check_local(candidate: StoreCandidate) -> None:
     if candidate.backing == "shm" or candidate.named:
         return
-    kind = _kind(str(candidate.parent), os.stat(candidate.parent).st_dev)
+    kind = filesystem_at(str(candidate.parent), os.stat(candidate.parent).st_dev)
     if kind is None:
         return
     with import_lock:
@@ -403,11 +403,15 @@ def _check_local(candidate: StoreCandidate) -> None:
 
 def filesystem_type(store: Store) -> str | None:
     """The type of the file system that the store is on."""
-    return _kind(str(store.root), os.fstat(store.fd).st_dev)
+    return filesystem_at(str(store.root), os.fstat(store.fd).st_dev)
 
 
-@cache
-def _kind(root: str, _device: int) -> str | None:
+IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
+
+
+@lru_cache(maxsize=64)
+def filesystem_at(root: str, _device: int) -> str | None:
+    """The type of the file system at a path; None if it cannot be found out."""
     with import_lock:
         from legroom.probe.filesystems_and_cgroups import filesystem_of
 
@@ -418,7 +422,7 @@ def _kind(root: str, _device: int) -> str | None:
 def in_memory(store: Store) -> bool:
     """Whether the store's files are in memory: a tmpfs, wherever it is mounted."""
     kind = filesystem_type(store)
-    return store.backing == "shm" if kind is None else kind in ("tmpfs", "ramfs")
+    return store.backing == "shm" if kind is None else kind in IN_MEMORY
 
 
 log = logging.getLogger("legroom.cache")

@@ -234,9 +234,21 @@ def _fix_for(store: Store, missing: int, bound: Bound) -> str:
         return raise_ram_limit(environment(Host()), None)[0]
     if store.backing == "disk":
         return say("set LEGROOM_DIR to a larger disk, or raise LEGROOM_DISK_LIMIT")
+    if not _on_dev_shm(store):
+        return say(
+            "set LEGROOM_SHM to a directory with more space, or enlarge the file system of {root}", root=store.root
+        )
     stats = os.statvfs(store.fd)
     size = stats.f_blocks * stats.f_frsize + missing
     return enlarge_shm(environment(Host()), 1 << (size - 1).bit_length())[0]
+
+
+def _on_dev_shm(store: Store) -> bool:
+    """Whether the store is where a larger /dev/shm helps: LEGROOM_SHM may name any directory."""
+    try:
+        return os.fstat(store.fd).st_dev == os.stat("/dev/shm").st_dev
+    except OSError:
+        return False
 
 
 def outstanding_reservations(store: Store, mine: str | None = None) -> int:

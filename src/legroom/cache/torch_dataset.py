@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import CachedData, ColumnChunks, Ragged, TableRows, as_tensor
+from legroom.cache.cached_arrays_and_tables import CachedData, Ragged, as_tensor
+from legroom.cache.cached_tables import ColumnChunks, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
 from legroom.system.lazy_and_optional_imports import require
@@ -72,7 +73,7 @@ class SharedDataset:
         if row < 0:
             row += self._length
         if not 0 <= row < self._length:
-            raise IndexError(index)
+            raise IndexError(say("index {index} is out of bounds for {rows} rows", index=index, rows=self._length))
         if self.transform is not None:
             # A transform that works in place would change this process's copy of the data for every later epoch.
             return self.transform(*[_copied(read(row)) for read in self._read])
@@ -89,7 +90,8 @@ class SharedDataset:
 
         chosen = torch.from_numpy(np.array(indices, np.int64))  # on the CPU, whatever the default device
         if len(chosen) and not (-self._length <= int(chosen.min()) and int(chosen.max()) < self._length):
-            raise IndexError(indices)
+            wrong = next(index for index in indices if not -self._length <= index < self._length)
+            raise IndexError(say("index {index} is out of bounds for {rows} rows", index=wrong, rows=self._length))
         chosen = torch.where(chosen < 0, chosen + self._length, chosen)
         gathered = [column.several(chosen) for column in self._columns]
         if self.transform is not None:

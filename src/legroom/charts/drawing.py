@@ -18,6 +18,7 @@ from pathlib import Path
 
 from legroom.errors import UsageError
 from legroom.messages import cells, listed, phrase, say
+from legroom.system.argument_checks import refuse_unwritable
 from legroom.system.lazy_and_optional_imports import require
 from legroom.units import format_duration
 
@@ -322,13 +323,7 @@ def check_path(path: str | os.PathLike[str], kinds: Sequence[str]) -> Path:
             why=say("the suffix selects the format, and {kind!r} is not one of them", kind=kind),
             fix=(say("use a name that ends in {kinds}", kinds=listed(kinds)),),
         )
-    folder = target.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
-        raise UsageError(
-            say("cannot write {path}", path=target),
-            why=say("it is a directory, or {folder} is not a directory that you can write to", folder=folder),
-            fix=(say("choose a file in an existing directory that you can write to"),),
-        )
+    refuse_unwritable(target, target)
     if kind == ".png":
         _require_matplotlib()  # now, not after a long run
     return target

@@ -84,8 +84,9 @@ def pool_chart(
     return Drawing(_WIDTH, height, label, tuple(shapes))
 
 
-def _nothing(label: str) -> Drawing:
-    return Drawing(_WIDTH, 60, label, (Text(20, 34, say("no readings")),))
+def _nothing(label: str, *, one: bool = False) -> Drawing:
+    text = say("one reading: nothing to draw over time") if one else say("no readings")
+    return Drawing(_WIDTH, 60, label, (Text(20, 34, text),))
 
 
 def amount(pool: str, count: int) -> str:
@@ -229,7 +230,7 @@ def stacked_chart(
     ``steps``: the times are numbers of training steps.
     """
     if len(times) < 2 or not layers:
-        return _nothing(title)
+        return _nothing(title, one=len(times) == 1)
     sums = [sum(layer.values[at] or 0 for layer in layers) for at in range(len(times))]
     top = max(1.0, *sums, *(value or 0 for value in whole)) * 1.05
     x = Scale(times[0] if start is None else start, max(times[-1], times[0] + 1), _LEFT, _WIDTH - _RIGHT)
@@ -289,7 +290,7 @@ def growth_chart(
     lines = lines[: len(_GROWTH_COLOURS)]
     height = _GROWTH_TOP + _GROWTH_PANEL + _GROWTH_FOOT + _GROWTH_LEGEND * (len(lines) + 1)
     if len(points) < 2:
-        return _nothing(label)
+        return _nothing(label, one=len(points) == 1)
     low = min(value for _, value in points)
     whole = [(x, value - low) for x, value in points]
     first, last = points[0][0], points[-1][0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.option_names import in_options
+from legroom.cli.language_and_streams import error_columns, error_text
 from legroom.cli.options import (
     DURATION_WITH_UNIT,
     SIZE,
     EntryName,
     backing_option,
     force_option,
+    in_options,
     json_option,
     keys_option,
     names,
     require_options,
     revalidate_option,
 )
-from legroom.cli.text_layout import Draw, error_columns, error_text, paragraph, print_result, progress_bars, row
+from legroom.cli.text_layout import Draw, paragraph, print_result, progress_bars, row
 from legroom.errors import LegroomError
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
@@ -42,7 +45,7 @@ def command() -> None:
     A Python script uses the shared copy if it opens the file with legroom.open().
 
     Every subcommand has --json. FILE is the path or URL that was loaded. ID is the hash that legroom cache list
-    prints, or a unique prefix of it. NAME is the name of an object that a script put into the cache with
+    prints, or its first digits, six or more. NAME is the name of an object that a script put into the cache with
     legroom.freeze(..., name=NAME), which makes a shared read-only copy.
     """
 
@@ -56,8 +59,8 @@ def command() -> None:
 @click.option(
     "--join",
     is_flag=True,
-    help="Load the files as shards of one dataset, joined along the first axis. A quoted pattern is always one: "
-    "'train-*.tar' or 'train-{000..127}.tar'.",
+    help="Load the files as shards of one dataset, joined along the first axis. A quoted pattern, such as "
+    "'train-*.tar' or 'train-{000..127}.tar', is always joined into one dataset.",
 )
 @backing_option
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
@@ -89,7 +92,7 @@ def load(
 
     FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need more packages: pip install
     aiohttp fsspec s3fs. An interrupted download continues where it stopped. If a file cannot be loaded, the others
-    are, and the exit status is that of the error.
+    are loaded all the same, and the exit status is that of the error.
     """
     from legroom.loader.batches.legroom_open import open as open_data
 
@@ -124,7 +127,7 @@ def load(
             seconds = time.perf_counter() - started
             loaded.append(entry_object(data.info) | {"seconds": seconds, "built": bar.moved})
             if not as_json:
-                click.echo(row(loaded_line(data.info, seconds, built=bar.moved)))
+                click.echo(row(loaded_line(data.info, seconds, built=bar.moved, asked=group[0])))
     if as_json:
         errors = [{"source": name, **error.as_dict()} for name, error in failed]
         told = {"error": failed[0][1].as_dict(), "errors": errors} if failed else {}
@@ -191,22 +194,28 @@ def info(what: tuple[str, ...], as_json: bool) -> None:
 
 @command.command()
 @click.argument("what", nargs=-1, type=EntryName(), metavar="[FILE|ID|NAME]…")
-@click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use, of all your projects.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Remove every entry that is not in use, whichever program loaded it."
+)
 @force_option
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
-@click.option("--yes", is_flag=True, help="With --all: do not ask for confirmation, also on a terminal.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask for confirmation, even on a terminal.")
 @json_option
 def drop(what: tuple[str, ...], everything: bool, force: bool, dry_run: bool, yes: bool, as_json: bool) -> int:
-    """Remove entries; with --all, every unused one of all your projects.
+    """Remove entries; with --all, every one that is not in use.
 
     On a terminal, --all asks for confirmation first; in a script or with --json it never does.
 
-    Without --force, entries in use are kept. Exits 1 if an entry was kept, or if a FILE, ID or NAME is not loaded; the
-    other entries are removed.
+    Without --force, entries in use are kept and the others are removed. Exits 1 if an entry is kept (even with
+    --all), if a FILE, ID or NAME is not loaded, or if you do not confirm. For what ID and NAME are, see legroom cache
+    --help.
     """
     from legroom.cache.drop_and_gc import drop as remove
 
-    if bool(what) == everything:
+    if what and everything:
+        others = shlex.join(what)
+        raise click.UsageError(say("{option} cannot be combined with {others}", option="--all", others=others))
+    if not what and not everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
     require_options({"yes": ("everything",)})
     if everything and not (yes or dry_run or as_json) and sys.stdin.isatty() and sys.stdout.isatty():
@@ -241,7 +250,12 @@ def _confirmed(found: Reaped) -> bool:
     metavar="TIME",
     help="Remove entries not used for this long: 7d, 12h or 30m (minutes). The unit is required.",
 )
-@click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
+@click.option(
+    "--stale",
+    is_flag=True,
+    help="Remove entries whose source file has changed, and entries of an earlier version of Legroom that this version "
+    "would load differently.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
 @json_option
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
@@ -380,6 +394,8 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
         told = say("{name}: {why}", name=rows, why=listed(map(shown, table.columns)))
         lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
     lines.append(paragraph(_state(entry), "  ", "    "))
+    if entry.outdated is not None:
+        lines.append(paragraph(say("not used: {why}", why=entry.outdated), "  ", "    "))
     for user in entry.users or ():
         own = size_or_unknown(user.privatised)
         lines.append(
@@ -457,9 +473,14 @@ def _size_and_store(entry: Entry) -> str:
     return say("{size} in {backing}", size=size, backing=entry.backing)
 
 
-def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
-    """One line about one load."""
+def loaded_line(entry: Entry, seconds: float, *, built: bool, asked: str = "") -> str:
+    """One line about one load; ``asked``: the path, which the entry does not have where it is of a copy."""
+    from legroom.formats.file_reads_and_errors import absolute  # imports numpy
+
     name = _source(entry) if entry.sources else entry.key
+    path = str(absolute(asked))
+    if len(entry.sources) == 1 and os.path.isfile(asked) and path != entry.sources[0]:
+        name = say("{path} (same content as {name})", path=path, name=name)
     what = say("{name}: {why}", name=name, why=_size_and_store(entry))
     if not built:
         return say("{what}, already in the cache ({time})", what=what, time=format_duration(seconds))

@@ -19,6 +19,7 @@ from legroom.cli.memory_need_output import (
 )
 from legroom.cli.options import (
     AT_LEAST_1,
+    LOADER_OF_CHECK,
     SIZE,
     TRAINING_NEEDS,
     WORKERS,
@@ -43,13 +44,14 @@ from legroom.records.workload import Plan
     "--batch",
     type=AT_LEAST_1,
     metavar="N",
-    help="Batch size per rank (per device). Default: that of the DataLoader if --dataset is one.",
+    help="Batch size per rank (per device). Required unless --dataset names a DataLoader; then its batch size is the "
+    "default.",
 )
 @click.option(
     "--dataset",
     metavar="MODULE:OBJECT",
     help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. A child "
-    "process loads samples from it. Of a DataLoader, the settings apply that no option changes.",
+    "process loads samples from it. If it is a DataLoader, its own settings are used, except those given as options.",
 )
 @click.option(
     "--collate",
@@ -60,10 +62,10 @@ from legroom.records.workload import Plan
 @click.option(
     "--share",
     is_flag=True,
-    help="Do not predict memory. Test whether several runs can share one set of workers, for which all must load the "
-    "same batches: load them in two processes and list those that differ, for example because a sample depends on "
-    "the time or on the samples before it. The generators of random, numpy and torch are seeded, as share= seeds them. "
-    "Needs --dataset.",
+    help="Check instead whether several training runs can share one set of workers: load the same batches in two "
+    "processes and list those that differ, for example because a sample depends on the time or on earlier samples. "
+    "Exits 1 if any differ. Random generators are seeded as legroom.DataLoader(share=...) seeds them. Memory is not "
+    "predicted. Needs --dataset.",
 )
 @timeout_option
 @click.option(
@@ -77,13 +79,14 @@ from legroom.records.workload import Plan
     "--per-process",
     type=SIZE,
     metavar="SIZE",
-    help="Other /dev/shm that each rank uses, not counting the DataLoader's batches.  [default: 0]",
+    help="Space in /dev/shm that each rank uses for anything except the DataLoader's batches.  [default: 0]",
 )
-@training_options
+@training_options(LOADER_OF_CHECK)
 @click.option(
     "--start-method",
     type=click.Choice(["fork", "spawn", "forkserver"]),
-    help="Start method of the workers.  [default: Python's default]",
+    help="Start method of the workers (with at least 1 worker). Default: that of the DataLoader that --dataset names, "
+    "otherwise Python's default.",
 )
 @click.option(
     "--checkpoint-dir",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.language_and_streams import for_drawing
-from legroom.cli.text_layout import elide, remark_text, width
+from legroom.cli.language_and_streams import for_drawing, remark_text
+from legroom.cli.text_layout import elide, width
 from legroom.errors import EXIT_USAGE
 from legroom.messages import cells, fill, left, listed, right, say
 from legroom.units import format_duration, format_size, size_or_unknown

@@ -23,7 +23,7 @@ def command(log: str, as_json: bool) -> int:
     """
     from legroom.probe.snapshot import snapshot
     from legroom.records.failure import Evidence
-    from legroom.rescue.find_failures_in_log import read_log
+    from legroom.rescue.read_log_file import read_log
     from legroom.rescue.verdict import classify, verdict_object, with_fixes
 
     facts = read_log(log)

@@ -1,4 +1,4 @@
-"""The language of the command line (--lang, help, click's own messages), and standard streams that survive failures.
+"""The language of the command line (--lang, help, click's messages), its streams, and errors and remarks on stderr.
 
 click formats an error when it finds one, so --lang is read before click parses the line, with click's own parser: only
 that knows where `legroom run` ends and the supervised command begins. click translates its messages with gettext,
@@ -8,6 +8,8 @@ click words differently stays English.
 The streams survive being closed, a full disk and a closed pipe. Control characters in names are escaped; only Legroom's
 own colours reach the terminal. A closed descriptor is replaced by /dev/null opened the wrong way: otherwise the next
 file opened would get its number and receive the output.
+
+Errors and remarks are wrapped on a terminal alone, with commands and quotes whole.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any, TextIO
 
 import click
 
 from legroom import messages
-from legroom.cli.help import HelpContext
-from legroom.errors import CannotWrite, UsageError
-from legroom.messages import CONTROL, harmless, phrase, say
+from legroom.cli.help import HelpContext, columns_of
+from legroom.errors import CannotWrite, LegroomError, UsageError
+from legroom.messages import CONTROL, cells, fill, harmless, phrase, say, step_indent, step_label
 
 _english: dict[click.Command | click.Option, str] = {}  # help in English, before translation
 
@@ -208,11 +210,11 @@ def extra_arguments(ctx: click.Context, words: Sequence[str]) -> click.UsageErro
 
 
 def explain_extra_arguments(problem: click.ClickException) -> click.ClickException:
-    """That error with what to do, where a command takes one file and the shell has made several of a pattern."""
+    """That error with what to do, where one file was given and the shell has made several of a pattern."""
     ctx = problem.ctx if isinstance(problem, click.UsageError) else None
     if ctx is None or not problem.message.startswith(tuple(say(one).partition("{")[0] for one in _EXTRA)):
         return problem
-    if not any("FILE" in (param.metavar or "") for param in ctx.command.params):
+    if not any("FILE" in (param.metavar or "") and ctx.params.get(str(param.name)) for param in ctx.command.params):
         return problem
     return click.UsageError(
         say(
@@ -269,7 +271,7 @@ def _escaped(problem: UnicodeError) -> tuple[str, int]:
 # In the order of their numbers, since open() returns the lowest free one. stdin and stdout are opened the wrong way, so
 # that using them fails; output to stderr is dropped.
 _STANDARD = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
-_COLOURS = re.compile(r"(\x1b\[(?:0|1|3[0-7])m)")  # what layout.paint writes
+_COLOURS = re.compile(r"(\x1b\[(?:0|1|3[0-7])m)")  # what text_layout.paint writes
 
 
 class NotWritten(Exception):
@@ -422,3 +424,73 @@ def discard(stream: IO[str]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def line_width(columns: int | None) -> int:
+    """The columns to write in, of so many: at most 100; 80 where they are unknown."""
+    return max(40, min(100, columns or 80))
+
+
+def message_printer(quiet: bool) -> Callable[[str], None]:
+    """Prints a message beside the output of a supervised command, on stderr; prints nothing if quiet."""
+    return lambda text: None if quiet else click.echo(remark_text(text), err=True)
+
+
+def error_columns() -> int | None:
+    """The columns for errors, as ``width``; None if stderr is not a terminal, where a search should find sentences."""
+    return line_width(columns_of(sys.stderr)) if sys.stderr.isatty() else None
+
+
+def error_text(error: LegroomError, columns: int | None) -> str:
+    """The error for stderr, wrapped to the columns; None: as it is.
+
+    Commands and code stand below a sentence, on lines of their own, and are not broken; nor are quotes in a sentence.
+    """
+    if columns is None:
+        return f"legroom: {error}"
+    blocks = _hanging("legroom: ", f"{error.what} [{error.code}]", columns, "  ")
+    if error.why:
+        blocks += _hanging(say("  why: "), error.why, columns, step_indent())
+    for step in error.fix:
+        blocks += _hanging(step_label(step), step, columns, step_indent())
+    return "\n".join(blocks)
+
+
+def remark_text(text: str) -> str:
+    """A remark for stderr, wrapped where that is a terminal, which would break lines inside of quotes.
+
+    Its first line may be indented. The lines below it are commands, which stay as they are.
+    """
+    columns = error_columns()
+    if columns is None:
+        return f"legroom: {text}"
+    first, *rest = text.splitlines() or [""]
+    indent = first[: len(first) - len(first.lstrip(" "))]
+    return "\n".join([*_hanging(f"legroom: {indent}", first.lstrip(" "), columns, f"  {indent}"), *rest])
+
+
+def usage_text(message: str, columns: int) -> str:
+    """A message that click prints behind ``Error: ``, wrapped to the columns."""
+    label = say("Error: {message}", message="")
+    return "\n".join(_hanging(label, message, columns, "  "))[len(label) :]
+
+
+_QUOTED = re.compile(r"(?<!\w)(?:`[^`]*`|'[^']*'|\"[^\"]*\")(?!\w)")  # a shorter one than a line stays together
+_NO_BREAK = "\ue000"  # stands for a space at which no line may end
+
+
+def _hanging(label: str, text: str, columns: int, indent: str) -> list[str]:
+    """Text behind its label: the sentence is wrapped, the lines below it are not."""
+    first, *rest = text.splitlines() or [""]
+    if first.startswith('File "'):  # of a traceback
+        wrapped = label + first
+    else:
+        fits = columns - cells(indent)
+        whole = _QUOTED.sub(
+            lambda found: (
+                found[0].replace(" ", _NO_BREAK) if found[0][0] == "`" or cells(found[0]) <= fits else found[0]
+            ),
+            first,
+        )
+        wrapped = fill(whole, columns, label, indent).replace(_NO_BREAK, " ")
+    return [wrapped, *(indent + line for line in rest)]

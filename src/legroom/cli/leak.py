@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from legroom.cli.language_and_streams import message_printer
 from legroom.cli.options import WithEarlierNames, refuse_beside
-from legroom.cli.text_layout import message_printer, width
+from legroom.cli.text_layout import width
 from legroom.errors import EXIT_USAGE, UnreadableSource, UsageError
 from legroom.messages import say
 
@@ -57,7 +58,9 @@ def command(
     objects, the bytes per training step, the step at which the growth began, the
     time until memory is full, and a confidence. Exits with the command's status.
     """
-    if bool(words) == (read is not None):
+    if words and read is not None:
+        raise click.UsageError(say("{option} cannot be combined with {others}", option="--read", others="COMMAND"))
+    if not words and read is None:
         raise click.UsageError(say("give a command to run, or --read DIR"))
     refuse_beside("read", {"records"})
     if page is not None:

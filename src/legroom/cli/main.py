@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,17 +17,21 @@ from legroom.cli.help import HelpContext
 from legroom.cli.language_and_streams import (
     NotWritten,
     apply_language,
+    error_columns,
+    error_text,
     escape_unencodable,
     explain_extra_arguments,
     fall_back_to_english,
     guard_streams,
     integer_refused,
     language_option,
+    remark_text,
     status_after,
     translate,
     translate_click,
+    usage_text,
 )
-from legroom.errors import EXIT_USAGE, LegroomError, UsageError
+from legroom.errors import EXIT_USAGE, LegroomError, UnreadableSource, UsageError
 from legroom.messages import phrase, say
 from legroom.version import VERSION
 
@@ -34,8 +39,8 @@ from legroom.version import VERSION
 COMMANDS = {
     "doctor": phrase("Check the memory limits on this machine and suggest fixes."),
     "plan": phrase(
-        "Estimate the /dev/shm and RAM that your jobs need, and how many jobs fit. RAM is complete only with "
-        "--measure, --match, or --process-ram and --params; GPU memory is checked only with --gpu-memory."
+        "Estimate the /dev/shm and RAM that your jobs need, and how many jobs fit. The RAM estimate is complete "
+        "only with --measure, --match, or --process-ram and --params; GPU memory is checked only with --gpu-memory."
     ),
     "check": phrase("Predict whether a DataLoader fits in the free /dev/shm and RAM; print settings that fit."),
     "tune": phrase(
@@ -121,8 +126,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def cli() -> None:
     """Memory tools for PyTorch training: share datasets, predict /dev/shm and RAM use, diagnose crashes.
 
-    Every command has --json. In sizes, 64M, 64MB and 64MiB all mean 64 × 1024² bytes (in Kubernetes, 64M means
-    64 × 1000²).
+    Every command has --json. In sizes, 64M, 64MB and 64MiB all mean 64 × 1024² bytes, as in docker and df -h. This
+    holds for sizes that you give and for sizes in the output. (In Kubernetes, 64M means 64 × 1000².)
     """
 
 
@@ -144,8 +149,6 @@ def run(arguments: list[str]) -> int:
     translate_click()  # in English too: gettext would search the disk for catalogues that click does not have
     dropped = apply_language(cli, arguments, "legroom", as_json=as_json)
     if dropped is not None and "--quiet" not in own:
-        from legroom.cli.text_layout import remark_text
-
         click.echo(remark_text(dropped), err=True)
     translate(cli)
     try:
@@ -167,7 +170,7 @@ def _run_command(arguments: list[str], *, as_json: bool) -> int:
             return _refuse(refused, arguments, as_json=as_json)
         problem = explain_extra_arguments(problem)
         if isinstance(problem, click.NoSuchOption):
-            from legroom.cli.option_names import explain_option_before_command
+            from legroom.cli.options import explain_option_before_command
 
             problem = explain_option_before_command(problem, arguments)
         if as_json:
@@ -185,6 +188,14 @@ def _unexpected(problem: Exception) -> LegroomError:
     """An error with the line of code that raised it, which a bug report needs."""
     import traceback
 
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return UnreadableSource(
+            say("the working directory does not exist"),
+            why=say("it was removed after this shell had changed to it"),
+            fix=(say('change to a directory that exists; if it was made again, to the same one:\ncd "$PWD"'),),
+        )
     at = traceback.extract_tb(problem.__traceback__)[-1]
     return LegroomError(
         f"{type(problem).__name__}: {problem}",
@@ -195,9 +206,9 @@ def _unexpected(problem: Exception) -> LegroomError:
 
 def _refuse(error: LegroomError, arguments: list[str], *, as_json: bool) -> int:
     """Print an error with the options of the command."""
-    from legroom.cli.option_names import in_options
+    from legroom.cli.options import in_options
 
-    in_options(error, _command(arguments))
+    in_options(error, _command(arguments), _command_name(arguments))
     _print_error(error, as_json=as_json, command=_command_name(arguments))
     return error.exit_status
 
@@ -226,17 +237,13 @@ def _commands(arguments: list[str]) -> list[tuple[str, click.Command]]:
 def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
     if as_json:
         _print_json(error, command)
-    from legroom.cli.text_layout import error_columns, error_text
-
     click.echo(error_text(error, error_columns()), err=True)
 
 
 def _wrapped(problem: click.ClickException) -> click.ClickException:
     """click's error with its message wrapped, where stderr is a terminal."""
-    from legroom.cli.text_layout import error_columns, usage_text
-
     columns = error_columns()
-    if columns is None:
+    if columns is None or type(problem).__name__ == "NoArgsIsHelpError":  # the message of that one is the help
         return problem
     return click.UsageError(usage_text(problem.format_message(), columns), getattr(problem, "ctx", None))
 

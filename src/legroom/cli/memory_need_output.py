@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from legroom.cli.option_names import note_in_options
+from legroom.cli.options import note_in_options
 from legroom.cli.text_layout import elide, labelled, paint, paragraph, pool_line
 from legroom.messages import phrase, say
 from legroom.records.finding_and_alarm import Severity

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from legroom.cli.option_names import translated
-from legroom.cli.options import backing_option, force_option, json_option, keys_option, names, revalidate_option
+from legroom.cli.options import (
+    backing_option,
+    force_option,
+    json_option,
+    keys_option,
+    names,
+    revalidate_option,
+    translated,
+)
 from legroom.cli.text_layout import paragraph, print_result, progress_bars
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.finding_and_alarm import heading
@@ -30,7 +38,7 @@ def command() -> None:
     """Load, list and remove cached data, and check memory limits, on every node of a Ray cluster.
 
     Ray and Legroom must be installed on every node. Every subcommand has --json. SOURCE is the path or URL that was
-    loaded. ID is the hash that legroom nodes list prints, or a unique prefix of it.
+    loaded. ID is the hash that legroom nodes list prints, or its first digits, six or more.
     """
 
 
@@ -123,12 +131,15 @@ def drop(
 ) -> int:
     """Remove entries on every node; with --all, every unused entry.
 
-    Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
+    Without --force, an entry in use is kept. Exits 1 if an entry was kept, also with --all, or if a node failed.
     """
     from legroom.integrations.ray_cluster_commands import connect
     from legroom.integrations.ray_cluster_commands import drop as remove
 
-    if bool(what) == everything:
+    if what and everything:
+        others = shlex.join(what)
+        raise click.UsageError(say("{option} cannot be combined with {others}", option="--all", others=others))
+    if not what and not everything:
         raise click.UsageError(say("pass a file, an ID or --all"))
     with connect(address):
         found = remove(list(what) or None, nodes or None, force=force)

@@ -1,12 +1,17 @@
-"""Argument types and options that several commands share: sizes, durations, cache entries, and a job's description.
+"""Argument types and options that several commands share; errors with options in place of Python arguments.
 
-Also refuses options that would have no effect beside others, or without them.
+The types are sizes, durations, cache entries and a job's description. Options that would have no effect beside others,
+or without them, are refused.
+
+The library raises errors with the words of Python: ``num_workers=0`` becomes ``--workers 0``. The entry point
+translates them for the command that was run, and explains an option of a command that stands before the command.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +20,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from legroom.advice.job_settings_to_workload import DTYPES, OPTIMIZERS
-from legroom.errors import LegroomError, UsageError
+from legroom.errors import CommandNotFound, CommandNotRunnable, DatasetFailed, LegroomError, UsageError
 from legroom.messages import listed, say
 from legroom.units import parse_count, parse_duration, parse_size
 
@@ -145,21 +150,47 @@ class WithEarlierNames(click.Option):
         return click.Option.get_help_record(shown, ctx)
 
 
-_COUNT_OF: dict[str, Any] = {"type": AT_LEAST_0, "metavar": "N", "show_default": True}
-_COUNT_OF_1: dict[str, Any] = {**_COUNT_OF, "type": AT_LEAST_1}
+_COUNT: dict[str, Any] = {"type": AT_LEAST_0, "metavar": "N"}
+_COUNT_1: dict[str, Any] = {**_COUNT, "type": AT_LEAST_1}
+_COUNT_OF, _COUNT_OF_1 = ({**each, "show_default": True} for each in (_COUNT, _COUNT_1))
 _SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
-_OPTIONS = (
+_SAMPLES = (
     click.option("--data", metavar="FILE",
                  help="Data file or directory, in any format that legroom.open reads; one row is one sample. "
                       "A pattern in quotes, 'train-*.tar', stands for all of its matches."),
     click.option("--keys", metavar="NAME,…", help="Use only these arrays or columns of the file (with --data)."),
-    click.option("--sample-bytes", **_SIZE_OF, help="Size of one sample, for example 600KB (instead of --data)."),
-    click.option("--workers", **_COUNT_OF, default=0, help="num_workers of the DataLoader."),
-    click.option("--prefetch", **_COUNT_OF_1, default=2, help="prefetch_factor of the DataLoader."),
-    click.option("--persistent-workers", is_flag=True, help="The DataLoader uses persistent_workers."),
-    click.option("--pin-memory", is_flag=True, help="The DataLoader uses pin_memory."),
-    click.option("--loader", show_default=True, type=click.Choice(["torch", "legroom"]), default="torch",
-                 help="Which DataLoader the script uses."),
+    click.option("--sample-bytes", **_SIZE_OF,
+                 help="Size of one sample, for example 600KB (with --batch, instead of --data)."),
+)  # fmt: skip
+_KINDS: dict[str, Any] = {"type": click.Choice(["torch", "legroom"]), "default": "torch"}
+LOADER_OF_PLAN = (
+    click.option("--workers", **_COUNT_OF, default=0, help="num_workers of the DataLoader (with --batch)."),
+    click.option("--prefetch", **_COUNT_OF_1, default=2,
+                 help="prefetch_factor of the DataLoader (with --batch and at least 1 worker)."),
+    click.option("--persistent-workers", is_flag=True,
+                 help="The DataLoader uses persistent_workers (with --batch and at least 1 worker)."),
+    click.option("--pin-memory", is_flag=True, help="The DataLoader uses pin_memory (with --batch)."),
+    click.option("--loader", **_KINDS, show_default=True, help="Which DataLoader the script uses (with --batch)."),
+)  # fmt: skip
+# A DataLoader that --dataset names brings its own.
+LOADER_OF_CHECK = (
+    click.option("--workers", **_COUNT, default=0,
+                 help="num_workers of the DataLoader. Default: that of the DataLoader that --dataset names, otherwise "
+                      "0."),
+    click.option("--prefetch", **_COUNT_1, default=2,
+                 help="prefetch_factor of the DataLoader (with at least 1 worker). Default: that of the DataLoader "
+                      "that --dataset names, otherwise 2."),
+    click.option("--persistent-workers", is_flag=True,
+                 help="The DataLoader uses persistent_workers (with at least 1 worker). Default: as in the DataLoader "
+                      "that --dataset names, otherwise off."),
+    click.option("--pin-memory", is_flag=True,
+                 help="The DataLoader uses pin_memory. Default: as in the DataLoader that --dataset names, otherwise "
+                      "off."),
+    click.option("--loader", **_KINDS,
+                 help="Which DataLoader the script uses. Default: the kind of the DataLoader that --dataset names, "
+                      "otherwise torch."),
+)  # fmt: skip
+_JOB = (
     click.option("--val-workers", **_COUNT_OF,
                  help="num_workers of a validation DataLoader that exists at the same time (with --batch). Default: "
                       "no validation DataLoader."),
@@ -186,11 +217,15 @@ TRAINING_NEEDS = {
 _OF_WORKERS = {**TRAINING_NEEDS, "start_method": WORKERS}
 
 
-def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that describe a job to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def training_options(of_loader: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Add the options that describe a job to a command, with its options of the DataLoader."""
+
+    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed((*_SAMPLES, *of_loader, *_JOB)):
+            command = option(command)
+        return command
+
+    return with_options
 
 
 def names(keys: str | None) -> list[str] | None:
@@ -247,3 +282,125 @@ def refuse_beside(option: str, others: set[str]) -> None:
 def _spelled(context: click.Context) -> dict[str, str]:
     """The options as the help writes them, by parameter name."""
     return {str(one.name): one.opts[0] for one in context.command.params if isinstance(one, click.Option)}
+
+
+# Arguments of the library whose options have another name.
+_RENAMED = {
+    "num_workers": "--workers", "prefetch_factor": "--prefetch", "batch_size": "--batch", "collate_fn": "--collate",
+    "gpu_bytes": "--gpu-memory",
+}  # fmt: skip
+# name='value', name=[values], name=value, or name= alone; not in a URL, a path, a call, quotes, or NAME=VALUE of --set.
+_ARGUMENT = re.compile(
+    r"(?<![\w?&/.\-(='\"])(?<!--set )([a-z]\w*)=(?:'([^']*)'|\[([^\]]*)\]|([\w.]+)(?![\w/])|(?![\w'\"\[(]))"
+)
+_SUBJECT = re.compile(r"[a-z]\w*(?= (?:must be|必须))")  # of the sentences of argument_checks
+
+
+def in_options(error: LegroomError, command: click.Command, name: str = "run") -> None:
+    """Replace arguments in the error's sentences by options of the command, and `legroom run` by its name."""
+    if isinstance(error, (CommandNotFound, CommandNotRunnable)):  # they quote the user's command
+        error.fix = tuple(one.replace("\nlegroom run --", f"\nlegroom {name} --") for one in error.fix)
+        return
+    error.what, why, error.fix = translated(command, error.what, error.why, error.fix)
+    if not isinstance(error, DatasetFailed):  # its reason quotes the user's code
+        error.why = why
+
+
+def translated(command: click.Command, what: str, why: str, fix: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+    """The sentences of an error with the options of the command."""
+    options = _options(command)
+    subject = _SUBJECT.match(what)
+    if subject is not None and subject[0] in options:
+        what = _first(options[subject[0]]) + what[subject.end() :]
+    replace = _replacement(options)
+
+    return _ARGUMENT.sub(replace, what), _ARGUMENT.sub(replace, why), tuple(_ARGUMENT.sub(replace, one) for one in fix)
+
+
+def note_in_options(note: str) -> str:
+    """A note of the library with the options of the command that is running."""
+    context = click.get_current_context(silent=True)
+    return note if context is None else _ARGUMENT.sub(_replacement(_options(context.command)), note)
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """The command's options by the name of the argument in Python."""
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    found = {word.lstrip("-").replace("-", "_"): one for one in options for word in one.opts}
+    for name, word in _RENAMED.items():
+        if (one := found.get(word.lstrip("-").replace("-", "_"))) is not None:
+            found[name] = one
+    return found
+
+
+def _first(option: click.Option) -> str:
+    return option.opts[0]
+
+
+def _replacement(options: dict[str, click.Option]) -> Callable[[re.Match[str]], str]:
+    def option_text(found: re.Match[str]) -> str:
+        name, quoted, several, plain = found.groups()
+        if plain in ("True", "False"):
+            flag = options.get(name if plain == "True" else f"no_{name}")
+            return _first(flag) if flag is not None and flag.is_flag else found[0]
+        option = options.get(name)
+        value = quoted if quoted is not None else plain
+        if option is None or (option.is_flag and (value is not None or several is not None)):
+            return found[0]
+        if several is not None:
+            names = [one.strip().strip("'\"") for one in re.split("[,、]", several)]
+            return f"{_first(option)} " + ("NAME,…" if names == ["…"] else shlex.quote(",".join(names)))
+        if value is None:
+            return _first(option)
+        if isinstance(option.type, click.Choice) and value not in option.type.choices:
+            return found[0]  # the same name for something else
+        return f"{_first(option)} {shlex.quote(value)}"
+
+    return option_text
+
+
+def explain_option_before_command(problem: click.NoSuchOption, arguments: Sequence[str]) -> click.UsageError:
+    """That error with a command line that works, where an option of a command stands before the command.
+
+    Of similar options, only those that the help shows are named.
+    """
+    ctx, option = problem.ctx, problem.option_name
+    if ctx is not None and problem.possibilities:
+        unseen = {word for one in ctx.command.params if isinstance(one, WithEarlierNames) for word in one.opts[1:]}
+        problem = type(problem)(
+            option, problem.message, [word for word in problem.possibilities if word not in unseen], ctx
+        )
+    if ctx is None or not isinstance(ctx.command, click.Group):
+        return problem
+    found = _with_option_moved(ctx, option, arguments) or next(
+        (f"{ctx.command_path} {name} {option}" for name in ctx.command.list_commands(ctx)
+         if _has(ctx.command.get_command(ctx, name), option)), None,
+    )  # fmt: skip
+    if found is None:
+        return problem
+    return click.UsageError(say("{option} goes after the command: {line}", option=option, line=found), ctx)
+
+
+def _with_option_moved(ctx: click.Context, option: str, arguments: Sequence[str]) -> str | None:
+    """The command line with the command's name first; None where no command in it has the option."""
+    words = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    names = ctx.command_path.split()[1:]  # the groups before the option
+    places = {words.index(name) for name in names}
+    command: click.Command = ctx.command
+    for place, word in enumerate(words):
+        if place in places or not isinstance(command, click.Group):
+            continue
+        inner = command.get_command(ctx, word)
+        if isinstance(inner, click.Group) or _has(inner, option):  # another name may be the value of an option
+            assert inner is not None
+            command = inner
+            places.add(place)
+            names.append(word)
+    if not _has(command, option):
+        return None
+    rest = [word for place, word in enumerate(arguments) if place not in places]
+    return shlex.join([ctx.find_root().command_path, *names, *rest])
+
+
+def _has(command: click.Command | None, option: str) -> bool:
+    return command is not None and any(option in (*one.opts, *one.secondary_opts) for one in command.params)

@@ -9,10 +9,11 @@ import click
 
 from legroom.advice.config_snippets_for_shm_size import KINDS
 from legroom.advice.config_snippets_for_shm_size import emit as snippet
-from legroom.cli.language_and_streams import extra_arguments
+from legroom.cli.language_and_streams import extra_arguments, remark_text
 from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, term_lines, verdict_lines
 from legroom.cli.options import (
     AT_LEAST_1,
+    LOADER_OF_PLAN,
     SIZE,
     TRAINING_NEEDS,
     asked,
@@ -23,7 +24,7 @@ from legroom.cli.options import (
     root_option,
     training_options,
 )
-from legroom.cli.text_layout import labelled, paragraph, print_result, process_lines, remark_text, runtime_line, steps
+from legroom.cli.text_layout import labelled, paragraph, print_result, process_lines, runtime_line, steps
 from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records.workload import Job, Plan
 from legroom.units import format_size
@@ -63,7 +64,7 @@ def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     "--process-ram",
     type=SIZE,
     metavar="SIZE",
-    help="RAM per rank, not counting batches and parameters. Overrides the RAM that --measure or --match finds.  "
+    help="RAM per rank, not counting batches and parameters. Replaces the RAM that --measure or --match finds.  "
     "[default: measured, else 0]",
 )
 @click.option(
@@ -75,7 +76,7 @@ def _process_ids(ctx: click.Context, param: click.Parameter, value: tuple[str, .
     metavar="SIZE",
     help="GPU memory that each rank uses. Default: GPU memory is not checked.",
 )
-@training_options
+@training_options(LOADER_OF_PLAN)
 @click.option(
     "--emit",
     type=click.Choice(KINDS),
@@ -109,11 +110,15 @@ def command(
 
     (3) Describe its DataLoader: --batch N with --data FILE or --sample-bytes SIZE, and --workers N.
 
-    You can combine (1) and (3); then leave the DataLoader's batches out of --per-process. To each of the three you can
-    add --process-ram, --params, --nccl and --gpu-memory.
+    You can combine (1) and (3); then leave the DataLoader's batches out of --per-process.
 
-    With --measure or --match, the RAM estimate is complete. Otherwise it counts only the batches and --per-process: add
-    the rest with --process-ram and --params. GPU memory is checked only if you give --gpu-memory.
+    With (2), the RAM estimate is complete. Leave out --params and --nccl: the measured values already include them. To
+    replace the measured RAM, give --process-ram.
+
+    With (1), (3) or both, the RAM estimate counts only the batches and --per-process: add the rest with --process-ram
+    and --params. Add NCCL's part of /dev/shm with --nccl.
+
+    GPU memory is checked only if you give --gpu-memory.
 
     Exits 1 if the jobs do not fit.
     """
@@ -200,7 +205,8 @@ def _setting_lines(plan: Plan) -> list[str]:
     if plan.fix:
         return [say("How to set it here"), *steps(plan.fix)]
     here = plan.machine.shm.size if plan.machine else None
-    if here is not None and plan.sizes is not None and here >= plan.sizes.recommended:
+    needed = plan.need.shm + (plan.others or 0)
+    if here is not None and plan.sizes is not None and here >= plan.sizes.recommended >= needed:
         return [say("/dev/shm is {size} here: no change needed", size=format_size(here))]
     return []
 
@@ -255,6 +261,9 @@ def _size_lines(plan: Plan) -> list[str]:
         (say("recommended"), sizes.recommended),
         (say("conservative"), sizes.conservative),
     ):
+        if size < wanted:  # capped below the need: RAM is too small for any size of /dev/shm
+            lines.append(f"  {left(name, 13)}{say('above RAM')}")
+            continue
         if plan.others and wanted:
             text = phrase("{times:.1f} × {together} (need + others)")
             times = say(text, times=size / wanted, together=format_size(wanted))

@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
     """Write a file for a bug report about Legroom; recognized names and secrets are replaced with placeholders.
 
-    Replaced are user names, host names, addresses, tokens and the names of data files, not those of directories. The
-    file contains what legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache entries;
-    --log, --run and --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
+    User names, host names, addresses, tokens and the names of data files are replaced; names of directories are not.
+    The file contains what legroom doctor reads, versions of packages, LEGROOM_* variables and the list of cache
+    entries; --log, --run and --watch add more. Nothing is sent anywhere: check the file, then send it yourself.
     """
     from legroom.probe.host_files_and_syscalls import Host
     from legroom.report.bundle import Attachments, checked_path, hidden_line, pack, redacted, write
-    from legroom.report.collect import collect
-    from legroom.report.private_names import identities
+    from legroom.report.collect import collect, identities
     from legroom.report.redact import Redactor
 
     path = None if show and out is None else checked_path(out or _free_name())

@@ -7,15 +7,16 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
+from legroom.cli.language_and_streams import message_printer
 from legroom.cli.options import AT_LEAST_0, DURATION
-from legroom.cli.text_layout import message_printer, width
-from legroom.errors import BadLimit, UsageError
+from legroom.cli.text_layout import width
+from legroom.errors import BadLimit
 from legroom.messages import listed, say
+from legroom.system.argument_checks import refuse_unwritable
 
 # Options that have no effect without another one.
 _NEEDS = (
@@ -32,9 +33,11 @@ _NEEDS = (
     show_default=True,
     type=AT_LEAST_0,
     metavar="N",
-    help="After an out-of-memory failure, restart up to N times with settings that use less memory. For this, "
-    "COMMAND needs flags that Legroom knows, such as --num_workers, or that you name with --flag. To lower the batch "
-    "size, Legroom must also know the flag for gradient accumulation.",
+    help="After an out-of-memory failure, restart up to N times with settings that use less memory. To change a "
+    "setting, Legroom needs its flag: one in COMMAND that it knows, such as --num_workers, or one that you name with "
+    "--flag. To lower the batch size, it must also know the flag for gradient accumulation. If it knows no flag at "
+    "all, it lowers settings only in a script that calls legroom.tune. Replacing the DataLoader (see --loader) needs "
+    "no flag.",
 )
 @click.option(
     "--flag",
@@ -115,6 +118,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     from legroom.cli.leak import read_report, records_directory
     from legroom.leak.leak_report import report_lines, report_object
     from legroom.probe.snapshot import snapshot
+    from legroom.rescue.find_command import refuse_expanded_pattern
     from legroom.rescue.job_attempt import RunOptions
     from legroom.rescue.job_process import with_gpu_limit, with_leak, with_loader
     from legroom.rescue.retry_settings import parse_named
@@ -123,7 +127,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
 
     print_line = message_printer(quiet)
     if report is not None:
-        _writable(Path(report))
+        _require_writable(report)
     environment = dict(os.environ)
     if options["loader"] == "legroom":
         environment = with_loader(environment)
@@ -139,6 +143,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         if options[name] and not options[other]:
             needs = {"option": f"--{name.replace('_', '-')}", "other": f"--{other.replace('_', '-')}"}
             raise click.UsageError(say("{option} needs {other}", **needs))
+    refuse_expanded_pattern("--checkpoint", options["checkpoint"], words[0])
     run_options = RunOptions(
         command=words,
         retries=options["retries"],
@@ -198,15 +203,10 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     return supervised.ending.shell_status
 
 
-def _writable(report: Path) -> None:
+def _require_writable(report: str) -> None:
     """Refuse a report path that cannot be written before the job starts, not days later."""
     from legroom.rescue.run_report import report_paths
 
-    folder = report.absolute().parent
-    targets = report_paths(report)
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or any(map(os.path.isdir, targets)):
-        raise UsageError(
-            say("cannot write {path}", path=report),
-            why=say("it is a directory, or {folder} is not a directory that you can write to", folder=folder),
-            fix=(say("choose a file in an existing directory that you can write to"),),
-        )
+    if os.path.basename(report) in ("", ".", ".."):  # the files would be named .json or ..json
+        refuse_unwritable(report, report)
+    refuse_unwritable(report, *report_paths(report))

@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from legroom.cli.help import columns_of
-from legroom.cli.language_and_streams import for_drawing
-from legroom.errors import LegroomError
+from legroom.cli.language_and_streams import for_drawing, line_width
 from legroom.messages import cells, cut, fill, right, say, shown, step_indent, step_label
 from legroom.records.finding_and_alarm import Finding, Severity, heading
 from legroom.records.machine import Pool, RuntimeEnvironment
@@ -40,11 +39,7 @@ def coloured() -> bool:
 
 def width() -> int:
     """The columns to write in: the terminal's, at most 100; 80 where there is none."""
-    return _clamped(columns_of(sys.__stdout__))
-
-
-def _clamped(columns: int | None) -> int:
-    return max(40, min(100, columns or 80))
+    return line_width(columns_of(sys.__stdout__))
 
 
 def paint(text: str, severity: Severity | None = None, *, bold: bool = False) -> str:
@@ -81,71 +76,6 @@ def steps(fix: Iterable[str]) -> list[str]:
         lines.append(paragraph(sentence, step_label(step), indent))
         lines += [indent + command for command in commands]
     return lines
-
-
-def message_printer(quiet: bool) -> Callable[[str], None]:
-    """Prints a message beside the output of a supervised command, on stderr; prints nothing if quiet."""
-    return lambda text: None if quiet else click.echo(remark_text(text), err=True)
-
-
-def error_columns() -> int | None:
-    """The columns for errors, as ``width``; None if stderr is not a terminal, where a search should find sentences."""
-    return _clamped(columns_of(sys.stderr)) if sys.stderr.isatty() else None
-
-
-def error_text(error: LegroomError, columns: int | None) -> str:
-    """The error for stderr, wrapped to the columns; None: as it is.
-
-    Commands and code stand below a sentence, on lines of their own, and are not broken; nor are quotes in a sentence.
-    """
-    if columns is None:
-        return f"legroom: {error}"
-    blocks = _hanging("legroom: ", f"{error.what} [{error.code}]", columns, "  ")
-    if error.why:
-        blocks += _hanging(say("  why: "), error.why, columns, step_indent())
-    for step in error.fix:
-        blocks += _hanging(step_label(step), step, columns, step_indent())
-    return "\n".join(blocks)
-
-
-def remark_text(text: str) -> str:
-    """A remark for stderr, wrapped where that is a terminal, which would break lines inside of quotes.
-
-    Its first line may be indented. The lines below it are commands, which stay as they are.
-    """
-    columns = error_columns()
-    if columns is None:
-        return f"legroom: {text}"
-    first, *rest = text.splitlines() or [""]
-    indent = first[: len(first) - len(first.lstrip(" "))]
-    return "\n".join([*_hanging(f"legroom: {indent}", first.lstrip(" "), columns, f"  {indent}"), *rest])
-
-
-def usage_text(message: str, columns: int) -> str:
-    """A message that click prints behind ``Error: ``, wrapped to the columns."""
-    label = say("Error: {message}", message="")
-    return "\n".join(_hanging(label, message, columns, "  "))[len(label) :]
-
-
-_QUOTED = re.compile(r"(?<!\w)(?:`[^`]*`|'[^']*'|\"[^\"]*\")(?!\w)")  # a shorter one than a line stays together
-_NO_BREAK = "\ue000"  # stands for a space at which no line may end
-
-
-def _hanging(label: str, text: str, columns: int, indent: str) -> list[str]:
-    """Text behind its label: the sentence is wrapped, the lines below it are not."""
-    first, *rest = text.splitlines() or [""]
-    if first.startswith('File "'):  # of a traceback
-        wrapped = label + first
-    else:
-        fits = columns - cells(indent)
-        whole = _QUOTED.sub(
-            lambda found: (
-                found[0].replace(" ", _NO_BREAK) if found[0][0] == "`" or cells(found[0]) <= fits else found[0]
-            ),
-            first,
-        )
-        wrapped = fill(whole, columns, label, indent).replace(_NO_BREAK, " ")
-    return [wrapped, *(indent + line for line in rest)]
 
 
 def shorten(line: str) -> str:
@@ -195,8 +125,8 @@ def progress_bars() -> Iterator[Draw | None]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-               TimeRemainingColumn())  # fmt: skip
+    name = TextColumn("{task.description}", markup=False)  # a file may be named [red] or [/b]
+    columns = (name, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
         tasks: dict[object, Any] = {}
 

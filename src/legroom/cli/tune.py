@@ -10,6 +10,7 @@ from typing import Any, Literal
 import click
 
 from legroom.advice.zero_and_deepspeed import Precision, ZeroRow, emit_training
+from legroom.cli.language_and_streams import remark_text
 from legroom.cli.memory_need_output import arguments
 from legroom.cli.options import (
     AT_LEAST_1,
@@ -22,7 +23,7 @@ from legroom.cli.options import (
     timeout_option,
     typed,
 )
-from legroom.cli.text_layout import labelled, paint, paragraph, print_result, remark_text, steps
+from legroom.cli.text_layout import labelled, paint, paragraph, print_result, steps
 from legroom.errors import UsageError
 from legroom.messages import left, listed, phrase, right, say
 from legroom.records.machine import Pool
@@ -44,7 +45,8 @@ from legroom.units import format_size, size_or_unknown
     "--batch",
     type=AT_LEAST_1,
     metavar="N",
-    help="Batch size per rank (per device). Default: that of the DataLoader if --dataset is one.",
+    help="Batch size per rank (per device). Required unless --dataset names a DataLoader; then its batch size is the "
+    "default.",
 )
 @click.option(
     "--effective-batch",
@@ -78,11 +80,14 @@ from legroom.units import format_size, size_or_unknown
     help="collate_fn. Default: if --dataset names a DataLoader, its collate_fn; otherwise torch's default.",
 )
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
-              help="Which DataLoader the script will use. If --dataset is a DataLoader: its own.")  # fmt: skip
+              help="Which DataLoader the script will use. If --dataset names a DataLoader, the default is its "
+                   "kind.")  # fmt: skip
 @click.option(
     "--preset",
     type=click.Choice(["development", "production", "cluster"]),
-    help="Fraction of the free RAM and /dev/shm to use: development 25%, production 60%, cluster 90%. Default: 80%.",
+    help="How much of the free RAM and /dev/shm to use. development: 25% and at most 1 worker; choose it if you also "
+    "work on this machine. production: 60%; for long runs, whose peaks a short measurement does not show. "
+    "cluster: 90%; choose it if a scheduler's memory limit applies to this job alone. Default: 80%.",
 )
 @click.option(
     "--benchmark",
@@ -105,7 +110,7 @@ from legroom.units import format_size, size_or_unknown
     "--last",
     is_flag=True,
     help="Print, without measuring, the settings that --benchmark last found for this dataset in this directory. "
-    "Besides --dataset, only --params, --json, and --emit with its options can be given with it.",
+    "Can be combined only with --dataset, --json, --emit and the options of --emit, and --params (with --world-size).",
 )
 @click.option(
     "--emit",
@@ -156,12 +161,12 @@ def command(
 ) -> int:
     """Estimate the fastest DataLoader settings that fit in the free /dev/shm and RAM.
 
-    The settings are for Legroom's DataLoader. For torch's DataLoader, add --loader torch.
+    The settings are for Legroom's DataLoader, unless you give --loader torch or --dataset names a DataLoader of torch.
 
     With --step-seconds, tune picks the settings that use the least memory and still keep the GPU busy.
 
     To estimate, tune loads a few samples and one batch in a child process, which takes a few seconds. With --benchmark,
-    it then times the DataLoader with different settings. Exits 1 if no settings fit.
+    tune does not estimate: it times the DataLoader with different settings. Exits 1 if no settings fit.
     """
     from legroom.advice.zero_and_deepspeed import Shape, zero_rows
     from legroom.loader.tune import legroom_tune

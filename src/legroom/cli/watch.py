@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.help import columns_of
-from legroom.cli.language_and_streams import write_line
+from legroom.cli.language_and_streams import remark_text, write_line
 from legroom.cli.options import AT_LEAST_0, AT_LEAST_1, DURATION, refuse_beside, root_option, typed
-from legroom.cli.text_layout import remark_text
 from legroom.errors import EXIT_USAGE, MissingPackage
 from legroom.messages import say
 from legroom.system.processes_and_threads import handling_signals
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 )
 @click.option("--once", is_flag=True, help="Take one reading and exit; status 1 if an alarm is critical.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-@click.option("--log", metavar="FILE", help="Append every reading to FILE, one JSON object per line.")
-@click.option("--replay", metavar="FILE", help="Show a log written with --log instead of reading this machine.")
+@click.option("--log", metavar="FILE", help="Append every reading and its alarms to FILE, one JSON object per line.")
+@click.option("--replay", metavar="FILE", help="Show a log written with --log instead of monitoring this machine.")
 @click.option(
     "--prometheus",
     is_flag=False,
@@ -103,7 +102,7 @@ def command(
         raise click.UsageError(say("--log and --replay name the same file"))
     refuse_beside("replay", {"interval", "root", "prometheus"})  # nothing is sampled
     refuse_beside("once", {"prometheus", "web"})
-    refuse_beside("as_json", {"top"})
+    refuse_beside("as_json", {"top", "plain"})
     chart_only = replay is not None and plot is not None and not plain
     if chart_only and "top" in typed():
         raise click.UsageError(say("{option} needs {other}", option="--top", other="--plain"))

@@ -18,8 +18,7 @@ from typing import Any
 
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Selection, TableSpec
-from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.table_reader import (
+from legroom.formats.base_table_reader import (
     FILE_OVERHEAD,
     TableReader,
     arrow_errors,
@@ -27,6 +26,7 @@ from legroom.formats.table_reader import (
     buffer_count,
     schema_bytes,
 )
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
 

@@ -32,7 +32,7 @@ import numpy as np
 from legroom.errors import MissingKey, UnsupportedData, UsageError
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile
-from legroom.formats.fill_arrays import PIECE, Progress, check_out, no_progress
+from legroom.formats.fill_output_arrays import PIECE, Progress, check_out, no_progress
 from legroom.messages import listed, say, shown
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -62,6 +62,8 @@ class ArraySpec:
     attributes: Mapping[str, Any] = field(default_factory=dict)  # can be stored as JSON
     ragged: str | None = None  # the common name of offsets and values
     text: bool = False  # the values of ragged data are UTF-8
+    # By attribute, what the values are where the dtype does not say it; it must be the same in files that are joined.
+    meaning: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +101,7 @@ class TableSpec:
     columns: Mapping[str, str]  # column name → Arrow type as text
     nbytes: int  # upper bound of the IPC file's size: space is reserved by it
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    meaning: Mapping[str, Any] = field(default_factory=dict)  # as ArraySpec's
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +180,10 @@ class BaseReader:
     # Implemented by each format.
 
     def _describe(self) -> Description:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method _describe")
 
     def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method _read")
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return None
@@ -189,14 +192,14 @@ class BaseReader:
         return None
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        """Two pieces by default: one as stored in the file, one converted (fill_arrays.py)."""
+        """Two pieces by default: one as stored in the file, one converted (fill_output_arrays.py)."""
         return 2 * PIECE if isinstance(spec, TableSpec) or self._extent(spec) is None else 0
 
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method _write")
 
     def _close(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method _close")
 
     def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         """Translate what the format's library raises for a damaged file into a SourceError.
@@ -275,7 +278,7 @@ class BaseReader:
 
     def descriptors(self) -> Sequence[int]:
         """File descriptors of the files, or the directory, being read; callers check that no file was replaced."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method descriptors")
 
     def is_listed_among(self, stamps: bytes) -> bool:
         """Whether every file that is opened by name later has one of these stamps (file_reads_and_errors.py)."""
@@ -352,11 +355,7 @@ class FileReader(BaseReader):
 
 
 def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # surrogates
 
 
 def what_is_read(name: str | None) -> str:

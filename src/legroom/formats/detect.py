@@ -23,7 +23,7 @@ from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, unreadable
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC
-from legroom.formats.plugin_formats import PluginFormat, find_plugin
+from legroom.formats.plugin_formats import BrokenPackage, PluginFormat, find_plugin, name_broken
 from legroom.messages import listed, phrase, say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -311,10 +311,21 @@ def _file_format(candidate: Candidate) -> Format | PluginFormat:
     for known in FORMATS:
         if known.recognizes is not None and known.recognizes(candidate):
             return known
-    plugin = find_plugin(lambda one: one.recognizes(candidate), candidate.path)
+    plugin, broken = find_plugin(lambda one: one.recognizes(candidate), candidate.path)
     if plugin is None:
-        raise _unknown(candidate)
+        raise _unknown(candidate, broken)
     return plugin
+
+
+def has_format(path: Path, names: Sequence[str]) -> bool:
+    """Whether a file has one of these formats of ours. Asks no package, and is no for a directory."""
+    if _is_directory(path):
+        return False
+    with SourceFile(path) as file:
+        if file.size == 0:
+            return False
+        candidate = Candidate(file)
+        return any(one.recognizes is not None and one.recognizes(candidate) for one in FORMATS if one.name in names)
 
 
 def directory_format(path: Path) -> Format | PluginFormat:
@@ -325,11 +336,12 @@ def directory_format(path: Path) -> Format | PluginFormat:
         raise not_a_dataset(path, why, say("separate them"))
     if ours:
         return ours[0]
-    problem: FormatPluginFailed | None = None
+    several: FormatPluginFailed | None = None
+    broken: Sequence[BrokenPackage] = ()  # they do not keep folders of images from being read
     try:
-        plugin = find_plugin(lambda one: one.recognizes_directory(path), path)
-    except FormatPluginFailed as failed:  # a package that is broken does not keep folders of images from being read
-        plugin, problem = None, failed
+        plugin, broken = find_plugin(lambda one: one.recognizes_directory(path), path)
+    except FormatPluginFailed as failed:  # nor do several that recognize it
+        plugin, several = None, failed
     if plugin is not None:
         return plugin
     names = names_in(path)
@@ -344,9 +356,11 @@ def directory_format(path: Path) -> Format | PluginFormat:
                 images.require_classes(path, names)
                 return _IMAGE_FOLDER
             images.refuse_images_without_classes(path, names)
+        if broken and names and not found:  # nothing is known about it
+            raise broken[0].problem
         raise _unknown_directory(path, found)
     except UnreadableSource as refusal:
-        raise problem or refusal from None
+        raise several or name_broken(refusal, broken) from None
 
 
 def _data_endings(names: Iterable[str]) -> Counter[str]:
@@ -381,27 +395,32 @@ def directory_files(path: Path) -> Sequence[Path] | None:
     return known.directory_files(path)
 
 
-def _unknown(candidate: Candidate) -> UnknownFormat:
-    """The error for a file of another type, or of none that is known."""
+def _unknown(candidate: Candidate, broken: Sequence[BrokenPackage]) -> UnknownFormat | FormatPluginFailed:
+    """The error for a file of another type, or of none that is known: it may be of a package that is broken."""
     path, head = candidate.path, candidate.head
     found = _part_of_directory(path) or lazy_import("legroom.formats.unsupported_file_types").unsupported_type(
         candidate.file
     )
     found = found or lazy_import("legroom.formats.token_reader").text_format(candidate.file)
     if found is not None:
-        return _refused(path, found)
+        return name_broken(_refused(path, found), broken)
     fix = [_pass_dtype()]
+    if broken and path.suffix != ".bin":  # a name that token files have
+        failed = broken[0].problem
+        failed.fix = (*failed.fix, *fix)
+        return failed
     if path.suffix == ".bin":
         fix.append(
             say("if it is a dataset of Megatron, put its .idx file beside it: {index}", index=path.with_suffix(".idx"))
         )
     fix.append(say("convert it to one of: {readable}", readable=_readable()))
-    return UnknownFormat(
+    problem = UnknownFormat(
         say("unsupported file format: {path}", path=path),
         why=say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" ")),
         fix=fix,
         converts=True,
     )
+    return name_broken(problem, broken)
 
 
 def _refused(path: Path, found: Unsupported) -> UnknownFormat:

@@ -28,7 +28,7 @@ from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.units import format_size
 
 if TYPE_CHECKING:
-    from legroom.formats.fill_arrays import Array
+    from legroom.formats.fill_output_arrays import Array
 
 _FILES_OF_READER = 2  # open at once: by HDF5 and by us
 _FILES_BESIDE = 512  # of the rest of the program

@@ -16,7 +16,7 @@ import numpy as np
 
 from legroom.formats.base_reader import ArraySpec, BaseReader, Slab, TableSpec
 from legroom.formats.decoding_memory_budget import DecodingMemory
-from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, in_parallel
+from legroom.formats.fill_output_arrays import PIECE, Array, Progress, bytes_of, in_parallel
 
 _MOST_ROWS = 1 << 14  # of one slab: each takes about 200 bytes while its slab is read
 _READ = 1 << 20  # bytes of one read
@@ -44,10 +44,11 @@ class GrowingMemory:
             self._memory.require(self._left, self._what)
 
 
-def ragged_specs(name: str, rows: int, nbytes: int, *, text: bool = False, **attributes: str) -> list[ArraySpec]:
-    """The two arrays of a ragged array of bytes."""
-    offsets = ArraySpec(f"{name}/offsets", (rows + 1,), np.dtype(np.int64), attributes, name)
-    return [offsets, ArraySpec(f"{name}/values", (nbytes,), np.dtype(np.uint8), attributes, name, text)]
+def ragged_specs(name: str, rows: int, nbytes: int, *, text: bool = False, **meaning: str) -> list[ArraySpec]:
+    """The two arrays of a ragged array of bytes. What the values mean is an attribute of both."""
+    offsets = ArraySpec(f"{name}/offsets", (rows + 1,), np.dtype(np.int64), meaning, name, meaning=meaning)
+    values = ArraySpec(f"{name}/values", (nbytes,), np.dtype(np.uint8), meaning, name, text, meaning)
+    return [offsets, values]
 
 
 def slabs_of_rows(offsets: Array, decode: Decode, decoding: int = SLAB_MEMORY) -> list[Slab]:

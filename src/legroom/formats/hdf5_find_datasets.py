@@ -25,7 +25,7 @@ from typing import Any
 from legroom.errors import SourceChanged, UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import Lookup, Selection
 from legroom.formats.file_reads_and_errors import absolute, damaged, require_regular
-from legroom.formats.hdf5_filters import memory_in_hdf5
+from legroom.formats.hdf5_chunks_and_filters import memory_in_hdf5
 from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of
 from legroom.messages import say
 

@@ -1,7 +1,8 @@
 """Read HDF5 files: every dataset under its path (``group/name``), with its attributes.
 
-Threads read contiguous data raw and decode common compression (hdf5_chunks.py); h5py reads everything else, in pieces.
-Files are never written. What is refused is listed in hdf5_types.py, hdf5_find_datasets.py and hdf5_open.py.
+Threads read contiguous data raw and decode common compression (hdf5_chunks_and_filters.py); h5py reads everything else,
+in pieces. Files are never written. What is refused is listed in hdf5_types_and_vlen.py, hdf5_find_datasets.py and
+hdf5_open.py.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from legroom.formats.base_reader import (
     what_is_read,
 )
 from legroom.formats.file_reads_and_errors import SourceFile, absolute
-from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
-from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
-from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
+from legroom.formats.fill_output_arrays import PIECE, Array, Progress, copy_raw
+from legroom.formats.hdf5_chunks_and_filters import (
+    ChunkedDataset,
+    chunked,
+    filters_of,
+    memory_in_hdf5,
+    read_chunks,
+    require_filters,
+    slabs_of,
+)
 from legroom.formats.hdf5_find_datasets import DatasetSearch, ExternalFiles, FoundNode, dataset_names, readable
 from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5, path_of, replaced_while_opened
-from legroom.formats.hdf5_types import StoredType, stored_type
-from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows
+from legroom.formats.hdf5_types_and_vlen import GlobalHeaps, StoredType, VariableLengthRows, stored_type
 
 _MOST_ATTRIBUTE = 16 << 20  # a larger attribute is described, not read
 
@@ -118,7 +125,7 @@ class Hdf5Reader(BaseReader):
         source_memory = external.memory_behind(dataset)
         if not stored.variable:
             self._entries[name] = _Entry(dataset, stored, source_memory=source_memory)
-            return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)]
+            return [ArraySpec(name, shape + stored.inner, stored.dtype, notes, meaning=stored.meaning)]
         path = path_of(dataset.file, self.path)
         rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), path, name, self.memory, source_memory)
         if len(shape) != 1:
@@ -127,7 +134,7 @@ class Hdf5Reader(BaseReader):
         sizes = {parts[0]: (len(rows.offsets), np.dtype(np.int64)), parts[1]: (rows.total, stored.dtype)}
         self._entries.update(dict.fromkeys(parts, entry))
         return [
-            ArraySpec(part, (length,), dtype, notes, ragged=name, text=stored.text)
+            ArraySpec(part, (length,), dtype, notes, ragged=name, text=stored.text, meaning=stored.meaning)
             for part, (length, dtype) in sizes.items()
             if self.selection.takes(part)
         ]

@@ -30,9 +30,9 @@ from legroom.formats.base_reader import (
     column_names,
     what_is_read,
 )
+from legroom.formats.base_table_reader import NAME, arrow_errors, every_type, write_ipc
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, make_room_for_files, unreadable
-from legroom.formats.fill_arrays import Progress
-from legroom.formats.table_reader import NAME, arrow_errors, every_type, write_ipc
+from legroom.formats.fill_output_arrays import Progress
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
 
@@ -138,7 +138,9 @@ class HfDatasetsReader(BaseReader):
             parts.append(part)
         first = parts[0]
         nbytes = sum(part.nbytes for part in parts)
-        return TableSpec(split.name, sum(part.rows for part in parts), first.columns, nbytes, first.attributes)
+        rows = sum(part.rows for part in parts)
+        meaning = first.meaning if split.features is None else {"huggingface": split.features}
+        return TableSpec(split.name, rows, first.columns, nbytes, first.attributes, meaning)
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
         return max(shard.decoding(NAME) for shard in self._shards[spec.name])

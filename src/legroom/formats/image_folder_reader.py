@@ -22,7 +22,7 @@ from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.detect import NAMES_READ, is_folder, names_in, not_a_dataset
 from legroom.formats.file_reads_and_errors import STAMP_BYTES, FolderFile, FolderRoot, are_among, packed_stamp, sizes_in
-from legroom.formats.fill_arrays import Array
+from legroom.formats.fill_output_arrays import Array
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
@@ -152,7 +152,7 @@ class ImageFolderReader(SlabReader):
         rows = len(self._labels)
         specs = [
             *ragged_specs("image", rows, int(self._offsets[-1])),
-            ArraySpec("label", (rows,), np.dtype(np.int64)),
+            ArraySpec("label", (rows,), np.dtype(np.int64), meaning={"classes": self._classes}),
             *ragged_specs("path", rows, len(self._paths), text=True),
         ]
         chosen = set(self.selection.choose([spec.name for spec in specs], self.path))

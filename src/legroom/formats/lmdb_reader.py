@@ -22,7 +22,7 @@ import numpy as np
 from legroom.errors import DamagedSource, SourceChanged, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, FileReader, Slab
 from legroom.formats.file_reads_and_errors import damaged
-from legroom.formats.fill_arrays import PIECE, Array
+from legroom.formats.fill_output_arrays import PIECE, Array
 from legroom.formats.gather_byte_ranges import SlabReader, ragged_specs
 from legroom.messages import say
 

@@ -35,7 +35,7 @@ from legroom.formats.file_reads_and_errors import (
     packed_stamp,
     truncated,
 )
-from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of
+from legroom.formats.fill_output_arrays import Array, DType, Progress, bytes_of
 from legroom.formats.gather_byte_ranges import (
     SLAB_MEMORY,
     GrowingMemory,
@@ -338,7 +338,7 @@ class MdsReader(SlabReader):
 def _specs(column: Column, rows: int, nbytes: int) -> list[ArraySpec]:
     notes = {"mds_encoding": column.encoding}
     if column.dtype is not None:
-        return [ArraySpec(column.name, (rows, *column.shape), column.dtype, notes)]
+        return [ArraySpec(column.name, (rows, *column.shape), column.dtype, notes, meaning=notes)]
     return ragged_specs(column.name, rows, nbytes, text=column.encoding == "str", **notes)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Lookup, Selection
 from legroom.formats.file_reads_and_errors import SourceFile, absolute, damaged, truncated
-from legroom.formats.fill_arrays import Progress, copy_raw
+from legroom.formats.fill_output_arrays import Progress, copy_raw
 from legroom.formats.token_reader import require_dtype
 from legroom.messages import say
 

@@ -1,7 +1,8 @@
 """Read .npy files (one array) and .npz files (a zip archive of .npy members).
 
 Reads all header versions, both byte orders, C and Fortran order, records, and stored or deflated members, whose CRC-32
-is verified. Refuses arrays of Python objects and encrypted members; ignores members that are not arrays.
+is verified. Refuses arrays of Python objects and encrypted members; ignores members that are not arrays. Titles of
+fields are left out, and whether a record is aligned is not kept: its offsets and padding are.
 
 The header is a Python literal. It is parsed with ``ast.literal_eval`` under a limit on its length, and type strings
 are matched against those that numpy writes before numpy sees them. So no file can name an object type or run code.
@@ -21,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import SourceError, UnsupportedData
+from legroom.errors import DamagedSource, SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Checksum, Description, Extent, FileReader, native_dtype
 from legroom.formats.decompress_deflate import zlib_module
 from legroom.formats.file_reads_and_errors import SourceFile, damaged, wrong_checksum
-from legroom.formats.fill_arrays import PIECE, Progress, ReadNext, bytes_of, copy_raw, fill_in_order, sequential
+from legroom.formats.fill_output_arrays import PIECE, Progress, ReadNext, bytes_of, copy_raw, fill_in_order, sequential
 from legroom.messages import say
 
 NAME = "array"  # a .npy file holds one array without a name
@@ -74,8 +75,10 @@ class NpzReader(FileReader):
     """An .npz file."""
 
     def _describe(self) -> Description:
-        infos = [info for info in member_infos(self._file) if info.filename.endswith(".npy")]
-        names = {info.filename.removesuffix(".npy"): info for info in infos}
+        infos = {info.filename: info for info in member_infos(self._file) if self._is_array(info)}
+        # As numpy finds them: "x" is the member x, or else x.npy.
+        short = {name: name.removesuffix(".npy") for name in infos}
+        names = {name if short[name] in infos else short[name]: info for name, info in infos.items()}
         self._members = {name: self._member(name, names[name]) for name in self.selection.choose([*names], self.path)}
         specs = tuple(
             ArraySpec(name, member.header.shape, native_dtype(member.header.dtype))
@@ -90,6 +93,19 @@ class NpzReader(FileReader):
                     f"{member.info.file_size}",
                 )
         return Description("npz", specs, {}, (self.path,))
+
+    def _is_array(self, info: zipfile.ZipInfo) -> bool:
+        """Whether a member is an array: by its name, or else by its first bytes."""
+        if info.filename.endswith(".npy"):
+            return True
+        if info.file_size < len(NPY_MAGIC) or info.flag_bits & _ENCRYPTED:
+            return False
+        start = bytearray(len(NPY_MAGIC))
+        try:
+            self._read_next(info, data_start(self._file, info), None)(memoryview(start))
+        except (DamagedSource, UnsupportedData):
+            return False  # it is ignored
+        return start == NPY_MAGIC
 
     def _member(self, name: str, info: zipfile.ZipInfo) -> _Member:
         if info.flag_bits & _ENCRYPTED:
@@ -287,12 +303,18 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
     return NpyHeader(shape, dtype, fortran, 8 + width + length)
 
 
+_LONG_SHAPE = re.compile(r"'shape': \([\dL, ]*\)")  # Python 2 writes (3L, 2L)
+
+
 class _PythonObjects(Exception):
     """The type is or contains Python objects."""
 
 
 def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
-    header = ast.literal_eval(text.strip())
+    try:
+        header = ast.literal_eval(text.strip())
+    except SyntaxError:
+        header = ast.literal_eval(_LONG_SHAPE.sub(lambda found: found[0].replace("L", ""), text.strip()))
     if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
         raise ValueError("it is not a dictionary of descr, fortran_order and shape")
     shape, fortran = header["shape"], header["fortran_order"]

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.formats.base_reader import ArraySpec, Description, Selection, TableSpec
-from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.table_reader import (
+from legroom.formats.base_table_reader import (
     FILE_OVERHEAD,
     LeafColumn,
     TableReader,
@@ -31,11 +30,15 @@ from legroom.formats.table_reader import (
     schema_bytes,
     without_dictionaries,
 )
+from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.system.lazy_and_optional_imports import require
 
 _BATCH_BYTES = 4 << 20
 _MOST_ROWS = 1 << 16
 _BATCHES = 12  # in flight at once, including what Arrow's allocator keeps: 20 to 50 MB measured
+_SMALL = _BATCHES * _BATCH_BYTES  # column chunks of a row group that may be in memory as a whole
+_BUFFER = 1 << 16
+_READING = {"pre_buffer": False, "page_checksum_verification": True}
 _MOST_FOOTER = 64 << 20
 _MOST_DEPTH = 32
 # Types of Thrift's compact encoding.
@@ -58,10 +61,7 @@ class ParquetReader(TableReader):
         try:
             parquet = require("pyarrow.parquet", "parquet", "Parquet")
             with arrow_errors(path, "its footer"):
-                # Read page by page: no pre-buffering, no whole column chunks in memory.
-                self._table = parquet.ParquetFile(
-                    self._arrow_file(), pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True
-                )
+                self._table = parquet.ParquetFile(self._arrow_file(), **_READING)
                 self._whole_schema = self._table.schema_arrow
                 self._metadata = self._table.metadata
         except BaseException:
@@ -70,7 +70,7 @@ class ParquetReader(TableReader):
         self._names: list[str] = []
         self._batch_rows = 1
         self._groups: list[tuple[int, list[ColumnChunk]]] | None = None
-        self._memory_needed: int | None = None
+        self._memory_of_pages: int | None = None  # known when it is chosen how they are read
 
     def _arrow_file(self) -> Any:
         return self._file.for_arrow(require("pyarrow", "parquet", "Parquet"))
@@ -113,13 +113,35 @@ class ParquetReader(TableReader):
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
         """One page and the dictionary of every column of the largest row group, and the batches in flight."""
-        if self._memory_needed is None:
-            pages = max(map(self._pages, range(len(self._groups))), default=0) if self._groups else 0
-            self._memory_needed = _BATCHES * _BATCH_BYTES + pages
-        return self._memory_needed
+        self._choose_reading()
+        return _BATCHES * _BATCH_BYTES + (self._memory_of_pages or 0)
 
-    def _pages(self, group: int) -> int:
-        """Bytes that the pages of one row group need; reads the page headers if the footer's bound is high."""
+    def _choose_reading(self) -> None:
+        """Read page by page where whole column chunks would take much memory.
+
+        pyarrow then takes as much memory for a page as its header says, before it reads the page: so the headers are
+        read first. In a column chunk that is in memory, it notices by itself that a page is longer.
+        """
+        if self._memory_of_pages is not None:
+            return
+        groups = [self._chunks(index) for index in range(len(self._groups or ()))]
+        self._memory_of_pages = max(map(from_footer, groups), default=0)
+        if self._groups is not None and self._memory_of_pages <= _SMALL:
+            return
+        self._memory_of_pages = max(map(self._from_headers, groups), default=0)
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
+        with arrow_errors(self.path, "its footer"):
+            self._table.close(force=True)
+            self._table = parquet.ParquetFile(
+                self._arrow_file(), metadata=self._metadata, buffer_size=_BUFFER, **_READING
+            )
+
+    def _from_headers(self, chunks: list[ColumnChunk]) -> int:
+        found = [from_headers(self._file, chunk) for chunk in chunks]
+        return from_footer(chunks) if None in found else sum(pages.needed for pages in found if pages is not None)
+
+    def _chunks(self, group: int) -> list[ColumnChunk]:
+        """The column chunks of one row group that are read."""
         assert self._groups is not None
         _, chunks = self._groups[group]
         taken: list[ColumnChunk] = []
@@ -128,11 +150,7 @@ class ParquetReader(TableReader):
             count = _leaf_count(part.type)
             taken += chunks[first : first + count] if part.name in self._names else []
             first += count
-        column_bound = from_footer(taken)
-        if column_bound <= _BATCHES * _BATCH_BYTES:
-            return column_bound
-        found = [from_headers(self._file, chunk) for chunk in taken]
-        return column_bound if None in found else sum(pages.needed for pages in found if pages is not None)
+        return taken
 
     def _leaves(self, groups: list[tuple[int, list[ColumnChunk]]]) -> Iterator[LeafColumn]:
         """What the footer states about each stored column."""
@@ -145,6 +163,7 @@ class ParquetReader(TableReader):
 
     def _counted(self, name: str) -> int:
         """Read one column and measure it."""
+        self._choose_reading()
         kind = without_dictionaries(self._whole_schema.field(name).type)
         batches = self._table.iter_batches(batch_size=1024, columns=[name], use_threads=False)
         return sum(int(batch.column(name).cast(kind).nbytes) + 64 for batch in batches)
@@ -152,6 +171,7 @@ class ParquetReader(TableReader):
     def _batches(self) -> Iterator[Any]:
         arrow = require("pyarrow", "parquet", "Parquet")
         schema = self._schema()
+        self._choose_reading()
         with arrow_errors(self.path, "its pages"):
             source = self._table.iter_batches(batch_size=self._batch_rows, columns=self._names)
         while True:
@@ -258,6 +278,8 @@ def _headers(file: SourceFile, chunk: ColumnChunk) -> Iterator[tuple[int, int, i
         compressed, uncompressed = fields[3], fields[2]
         if min(compressed, uncompressed) < 0:
             raise ValueError("negative page size")
+        if compressed > chunk.compressed:
+            raise damaged(file.path, f"a page at byte {at} is longer than its column")
         yield fields[1], compressed, uncompressed, fields.get(7, {}).get(1, 0)
         at += length + compressed
 

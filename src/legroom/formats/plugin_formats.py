@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,12 +30,13 @@ from legroom.formats.base_reader import (
 )
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import unreadable
-from legroom.formats.fill_arrays import Progress
+from legroom.formats.fill_output_arrays import Progress
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import import_lock, package_version
 from legroom.version import VERSION
 
 GROUP = "legroom.formats"  # of entry points
+E = TypeVar("E", bound=LegroomError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +71,30 @@ class PluginFormat:
         return PluginReader(reader, self)
 
 
-def find_plugin(asks: Callable[[PluginFormat], bool], path: Path) -> PluginFormat | None:
-    """The one registered format that recognizes ``path``.
+@dataclass(frozen=True, slots=True)
+class BrokenPackage:
+    """A package that could not be asked whether it reads a file."""
 
-    A package that fails is reported if no other recognizes the file: its files may be among those it cannot ask about.
+    package: str
+    problem: FormatPluginFailed
+
+
+def find_plugin(
+    asks: Callable[[PluginFormat], bool], path: Path
+) -> tuple[PluginFormat | None, tuple[BrokenPackage, ...]]:
+    """The one registered format that recognizes ``path``, and the packages that failed when they were asked.
+
+    The file may be one of theirs; it need not be, and then its own advice matters more than they do.
     """
     found: list[PluginFormat] = []
-    problem: FormatPluginFailed | None = None
-    for load in _entry_points(path):
+    broken: dict[str, BrokenPackage] = {}  # by package, the first failure
+    for package, load in _entry_points(path):
         try:
             plugin = load()
             if asks(plugin):
                 found.append(plugin)
-        except FormatPluginFailed as one:
-            problem = problem or one
+        except FormatPluginFailed as problem:
+            broken.setdefault(package, BrokenPackage(package, problem))
     if len(found) > 1:
         packages = " and ".join(sorted({f"{one.package} ({one.format.name})" for one in found}))
         raise FormatPluginFailed(
@@ -90,21 +102,35 @@ def find_plugin(asks: Callable[[PluginFormat], bool], path: Path) -> PluginForma
             why=say("which of them is right is not known: {packages}", packages=packages),
             fix=(say("uninstall all but one of them"),),
         )
-    if not found and problem is not None:
-        raise problem
-    return found[0] if found else None
+    return found[0] if found else None, tuple(broken.values())
 
 
-def _entry_points(path: Path) -> Iterator[Callable[[], PluginFormat]]:
+def name_broken(problem: E, broken: Sequence[BrokenPackage]) -> E:
+    """The error for a file that nothing reads, with the packages that might read it if they were whole."""
+    problem.fix = (*problem.fix, *map(_update, broken))
+    return problem
+
+
+def _update(broken: BrokenPackage) -> str:
+    why = next(iter(broken.problem.why.splitlines()), "")
+    return say(
+        "if the package {package} should read it, update that package, which failed ({why}):\n"
+        "pip install --upgrade {package}",
+        package=broken.package,
+        why=why,
+    )
+
+
+def _entry_points(path: Path) -> Iterator[tuple[str, Callable[[], PluginFormat]]]:
     with import_lock:
         from importlib import metadata
 
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda one: (one.name, one.value)):
-        yield lambda point=point: _load(point, path)  # type: ignore[misc]
+        package = point.dist.name if point.dist is not None else str(point.value)
+        yield package, partial(_load, point, package, path)
 
 
-def _load(point: Any, path: Path) -> PluginFormat:
-    package = point.dist.name if point.dist is not None else str(point.value)
+def _load(point: Any, package: str, path: Path) -> PluginFormat:
     with plugin_errors(package, path):
         if point.dist is None or not point.dist.version:
             raise ValueError("its package has no version, which identifies what it reads")
@@ -169,6 +195,11 @@ class PluginReader(BaseReader):
         super().__init__(reader.path, reader.selection)
         self._reader, self._plugin = reader, plugin
         self._callers: Exception | None = None  # raised by a callback, not by the package
+
+    @property
+    def own(self) -> BaseReader:
+        """The reader of the package."""
+        return self._reader
 
     def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         return self._translated()
@@ -271,6 +302,7 @@ def check_description(found: Description, name: str, path: Path) -> None:
     for item in found.items:
         _require(isinstance(item.name, str) and bool(item.name), f"{item.name!r} is not a name")
         _require_json(item.attributes, repr(item.name))
+        _require_json(item.meaning, f"the meaning of {item.name!r}")
         if isinstance(item, ArraySpec):
             _check_array(item, names)
         else:

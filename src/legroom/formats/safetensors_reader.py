@@ -17,7 +17,7 @@ import numpy as np
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Extent, FileReader, native_dtype
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
+from legroom.formats.fill_output_arrays import Progress, copy_raw, fill_in_order, sequential
 from legroom.messages import say
 
 MOST_HEADER = 100_000_000  # the format's own limit
@@ -25,8 +25,11 @@ _TYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
     "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8",
 }  # fmt: skip
+# The types of which the bits are read, and torch's names of them.
 _BITS = {
-    "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
+    "BF16": ("<u2", "bfloat16"), "F8_E4M3": ("u1", "float8_e4m3fn"), "F8_E5M2": ("u1", "float8_e5m2"),
+    "F8_E8M0": ("u1", "float8_e8m0fnu"), "F8_E4M3FNUZ": ("u1", "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": ("u1", "float8_e5m2fnuz"),
 }  # fmt: skip
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
@@ -73,7 +76,7 @@ class SafetensorsReader(FileReader):
                 why=say("its elements are narrower than a byte"),
                 fix=(say("convert it to 8 bits or more"), say("load only what you need: keys=[…]")),
             )
-        text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
+        text, exact = _BITS.get(kind) or (_TYPES.get(kind), "") if isinstance(kind, str) else (None, "")
         if text is None:
             raise damaged(self.path, f"{name!r} has the unknown type {kind!r}")
         if not _is_sizes(shape) or len(shape) > 32:
@@ -84,8 +87,8 @@ class SafetensorsReader(FileReader):
             raise damaged(
                 self.path, f"{name!r} has {last - first} bytes, which does not match shape {shape} and type {kind}"
             )
-        notes = {"safetensors_dtype": kind} if kind in _BITS else {}
-        return ArraySpec(name, tuple(shape), native_dtype(dtype), notes)
+        notes, meaning = ({"safetensors_dtype": kind}, {"safetensors_dtype": exact}) if exact else ({}, {})
+        return ArraySpec(name, tuple(shape), native_dtype(dtype), notes, meaning=meaning)
 
     def _file_dtype(self, spec: ArraySpec) -> np.dtype[Any]:
         return spec.dtype.newbyteorder("<")

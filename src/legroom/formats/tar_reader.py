@@ -33,7 +33,7 @@ import numpy as np
 from legroom.errors import UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.file_reads_and_errors import SourceFile, are_among, changed_while_read, damaged, packed_stamp
-from legroom.formats.fill_arrays import Array
+from legroom.formats.fill_output_arrays import Array
 from legroom.formats.gather_byte_ranges import GrowingMemory, SlabReader, gather_ranges, ragged_specs, slabs_of_rows
 from legroom.messages import listed, say, shown
 from legroom.units import format_size
@@ -72,13 +72,6 @@ def is_tar(file: SourceFile) -> bool:
 
 
 Member = tuple[bytes, str, int, int, bytes]
-
-
-def regular_files(file: SourceFile) -> Iterator[tuple[str, int, int]]:
-    """(name, first byte, size) of each regular file, in the archive's order."""
-    for kind, name, start, size, _ in members(file):
-        if kind == b"0":
-            yield name, start, size
 
 
 def members(file: SourceFile) -> Iterator[Member]:
@@ -196,8 +189,13 @@ def _plain_name(block: bytes) -> bytes:
 def _name(file: SourceFile, block: bytes, at: int) -> str:
     name, prefix = _plain_name(block), block[345:500].partition(b"\0")[0]
     if prefix:
+        if block[257:265] == b"ustar  \0":
+            raise UnsupportedData(  # programs differ in what they make of it
+                say("{path} was written by GNU tar with more times than that of the last change", path=file.path),
+                why=say("the header at byte {at} has them where other archives have a part of the name", at=at),
+                fix=(say("write the archive as a whole: tar without -g and -G"),),
+            )
         if block[257:263] != b"ustar\0":
-            # GNU tar has times there, others nothing; programs differ in what they make of it.
             raise damaged(file.path, f"the header at byte {at} has a name prefix, but is not ustar")
         name = prefix + b"/" + name
     return _text(file, name, at)

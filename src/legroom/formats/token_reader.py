@@ -22,7 +22,7 @@ from legroom.errors import UsageError
 from legroom.formats.base_reader import ArraySpec, Description, Extent, FileReader, Selection, native_dtype
 from legroom.formats.detect import dtype_name
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
+from legroom.formats.fill_output_arrays import Progress, copy_raw, fill_in_order, sequential
 from legroom.formats.unsupported_file_types import Unsupported, never_tokens, unsupported_type
 from legroom.messages import say
 
@@ -219,10 +219,11 @@ class TokenReader(FileReader):
         assert given is not None  # detect.py
         stored = np.dtype(given)
         if file.size % stored.itemsize:
-            raise damaged(
+            error = damaged(
                 self.path,
                 f"its {file.size} bytes are not a whole number of {stored.name} tokens of {stored.itemsize} bytes",
             )
+            raise type(error)(error.what, why=error.why, fix=(say("pass the dtype it was written with"), *error.fix))
         return 0, file.size // stored.itemsize, stored
 
     def _describe(self) -> Description:

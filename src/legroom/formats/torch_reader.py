@@ -2,7 +2,8 @@
 
 The pickle in the archive names tensors and says where their bytes are. It is read with an unpickler that knows the few
 names which tensors and state dicts need, and refuses every other one, as ``torch.load(weights_only=True)`` does. A
-tensor's name is the path to it: ``model/layer.weight``. Values that are not tensors are left out.
+tensor's name is the path to it: ``model/layer.weight``. A key that is not text is in it as Python writes it: ``0.5``,
+``('layer', 0)``. Values that are not tensors are left out. A tensor without a path, as in a set, is refused.
 
 bfloat16 and the 8-bit floats have no numpy type: their bits are read as uint16 and uint8, and the true type is in
 ``attributes["torch_dtype"]``.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,15 @@ from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Checksum, Description, Extent, FileReader, native_dtype
 from legroom.formats.decompress_deflate import zlib_module
 from legroom.formats.file_reads_and_errors import damaged, wrong_checksum
-from legroom.formats.fill_arrays import PIECE, Progress, bytes_of, copy_raw
+from legroom.formats.fill_output_arrays import PIECE, Progress, bytes_of, copy_raw
 from legroom.formats.npy_reader import data_start, member_infos
 from legroom.messages import say
 
 PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 28
 _MOST_VALUES = 2_000_000
+_MOST_CHARACTERS = 64 * _MOST_VALUES  # of all names
+_MOST_PARTS = 64  # of a key that is a tuple
 _TYPES = {
     "float64": "f8", "float32": "f4", "float16": "f2", "int64": "i8", "int32": "i4", "int16": "i2", "int8": "i1",
     "uint8": "u1", "uint16": "u2", "uint32": "u4", "uint64": "u8", "bool": "?", "complex64": "c8", "complex128": "c16",
@@ -88,6 +92,9 @@ class _Tensor:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("a tensor with attributes")
+
 
 class TorchReader(FileReader):
     """A checkpoint written by torch.save."""
@@ -105,19 +112,32 @@ class TorchReader(FileReader):
                 say("{path} was written on a machine with another byte order", path=self.path),
                 fix=(say("load it with torch there, and save it as safetensors"),),
             )
-        pairs = list(self._named(self._load(self._members[pickles[0]])))
+        root, made = self._load(self._members[pickles[0]])
+        pairs = list(self._named(root))
         found = dict(pairs)
+        reached = {id(tensor) for _, tensor in pairs}
+        if self.selection.keys is None and (lost := sum(id(tensor) not in reached for tensor in made)):
+            raise UnsupportedData(
+                say("{path} has tensors without a name: {count}", path=self.path, count=lost),
+                why=say("they are in a set, or in or below a key of a dict that is neither text nor a plain value"),
+                fix=(
+                    say("save them in dicts and lists: torch.save(dict(weight=tensor), path)"),
+                    say("load only what you need: keys=[…]"),
+                ),
+            )
         if len(found) != len(pairs):
             counts = Counter(name for name, _ in pairs)
             self._require_names([self._spec(*pair) for pair in pairs if counts[pair[0]] > 1])
         self._tensors = {name: found[name] for name in self.selection.choose([*found], self.path)}
         return Description("torch", tuple(self._spec(*item) for item in self._tensors.items()), {}, (self.path,))
 
-    def _load(self, info: zipfile.ZipInfo) -> Any:
+    def _load(self, info: zipfile.ZipInfo) -> tuple[Any, list[_Tensor]]:
+        """The object, and every tensor that was made for it."""
         if info.file_size > _MOST_PICKLE:
             raise damaged(self.path, f"its data.pkl has {info.file_size} bytes")
         try:
-            return _Unpickler(io.BytesIO(self._bytes_of(info)), self.path).load()
+            reader = _Unpickler(io.BytesIO(self._bytes_of(info)), self.path)
+            return reader.load(), reader.tensors
         except SourceError:
             raise
         except Exception as problem:  # pickle raises whatever the arguments of a call provoke
@@ -126,19 +146,22 @@ class TorchReader(FileReader):
     def _named(self, root: Any) -> Iterator[tuple[str, _Tensor]]:
         """Every tensor below ``root``, with the path to it."""
         waiting = [("", root)]
+        characters = 0
         for seen in range(_MOST_VALUES):
             if not waiting:
                 return
             name, value = waiting.pop()
+            characters += len(name)
             if isinstance(value, _Tensor):
                 yield name or "tensor", value
             elif isinstance(value, dict | list | tuple):
                 items = list(value.items() if isinstance(value, dict) else enumerate(value))
-                below = ((key, item) for key, item in reversed(items) if isinstance(key, str | int))
-                waiting += [(f"{name}/{key}" if name else str(key), item) for key, item in below]
-            if len(waiting) > _MOST_VALUES - seen:
+                items += getattr(value, "__dict__", {}).items()  # of an OrderedDict: a state dict has _metadata
+                below = ((key_name, item) for key, item in reversed(items) if (key_name := _key_name(key)) is not None)
+                waiting += [(f"{name}/{key_name}" if name else key_name, item) for key_name, item in below]
+            if len(waiting) > _MOST_VALUES - seen or characters > _MOST_CHARACTERS:
                 break
-        # Containers that contain each other name the same tensors without end.
+        # Containers that contain each other name the same tensors without end, by names that become longer and longer.
         raise damaged(self.path, f"it has more than {_MOST_VALUES} values")
 
     def _spec(self, name: str, tensor: _Tensor) -> ArraySpec:
@@ -164,7 +187,7 @@ class TorchReader(FileReader):
         if (tensor.offset + tensor.span) * dtype.itemsize > info.file_size:
             raise damaged(self.path, f"{name!r} reaches beyond the {info.file_size} bytes of its storage")
         notes = {"torch_dtype": tensor.dtype} if tensor.dtype in _BITS else {}
-        return ArraySpec(name, tensor.shape, dtype, notes)
+        return ArraySpec(name, tensor.shape, dtype, notes, meaning=notes)
 
     def _storage_info(self, tensor: _Tensor) -> zipfile.ZipInfo:
         info = self._members.get(f"{self._folder}data/{tensor.storage.key}")
@@ -219,7 +242,11 @@ class TorchReader(FileReader):
     def _bytes_of(self, info: zipfile.ZipInfo) -> bytes:
         """A small member, which torch stores uncompressed."""
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise damaged(self.path, f"{info.filename!r} is compressed or encrypted")
+            raise UnsupportedData(
+                say("{name!r} of {path} is compressed or encrypted", name=info.filename, path=self.path),
+                why=say("torch.save stores it as it is: the file was packed again"),
+                fix=(say("read it with torch.load and save it with torch.save"),),
+            )
         data = self._file.read_at(data_start(self._file, info), info.file_size)
         if info.CRC and (has := zlib_module().crc32(data)) != info.CRC:
             raise wrong_checksum(self.path, info.filename, has, info.CRC)
@@ -232,11 +259,13 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file, encoding="utf-8")
         self._path = path
+        self.tensors: list[_Tensor] = []
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; others are refused and nothing is imported."""
         if (module, name) in _CALLS:
-            return _CALLS[module, name]
+            found = _CALLS[module, name]
+            return self._tensor if found is _rebuild_tensor else found
         if module == "torch" and name in _STORAGES:
             return _DType(_STORAGES[name])
         if module == "torch" and (name in _TYPES or name in _BITS):
@@ -249,6 +278,10 @@ class _Unpickler(pickle.Unpickler):
                 say("or save tensors with safetensors.torch.save_file"),
             ),
         )
+
+    def _tensor(self, *arguments: Any) -> _Tensor:
+        self.tensors.append(_rebuild_tensor(*arguments))
+        return self.tensors[-1]
 
     def persistent_load(self, pid: Any) -> _Storage:
         """A storage: its type and the name of its file in the archive."""
@@ -269,6 +302,24 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: 
     if not all(type(size) is int and size >= 0 for size in sizes) or prod(shape) > 1 << 50:
         raise ValueError("invalid shape or strides")
     return _Tensor(storage, dtype, offset, tuple(shape), tuple(strides), lazy)
+
+
+def _key_name(key: Any) -> str | None:
+    """A key of a dict as a part of a name; None if it is not made of plain values."""
+    if isinstance(key, str):
+        return key
+    parts, plain = [key], (str, bytes, int, float, NoneType)
+    for part in parts:
+        if isinstance(part, tuple):
+            parts += part
+        elif not isinstance(part, plain):
+            return None
+        if len(parts) > _MOST_PARTS:
+            return None
+    try:
+        return repr(key)
+    except ValueError:  # an integer of thousands of digits
+        return None
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:

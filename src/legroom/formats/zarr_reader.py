@@ -30,12 +30,13 @@ from legroom.formats.base_reader import (
     what_is_read,
 )
 from legroom.formats.file_reads_and_errors import alias, damaged, unreadable
-from legroom.formats.fill_arrays import PIECE, Array, Progress
+from legroom.formats.fill_output_arrays import PIECE, Array, Progress
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 NAME = "array"  # for a store that is a single array without a name
 _SLAB = 4 * PIECE  # enough for zarr to decode several chunks at once
+_MOST_CHUNKS = 4096  # of a call of zarr's, which takes a kilobyte for each of them
 _AT_ONCE = 10  # zarr's default number of chunks read and decoded at once
 
 
@@ -109,8 +110,10 @@ class ZarrReader(BaseReader):
             return
         self._store.of, self._store.stated = (f"{node.path}/" if node.path else ""), _stated_size(node)
         # Shards are read whole, so pieces are cut between shards, not between the chunks in them.
-        rows = (getattr(node, "shards", None) or node.chunks)[0]
-        step = -(-max(1, _SLAB // max(1, out.nbytes // len(out))) // rows) * rows
+        rows, *others = getattr(node, "shards", None) or node.chunks
+        chunks = prod(-(-size // other) for size, other in zip(out.shape[1:], others, strict=True))  # that hold a row
+        at_once = min(-(-max(1, _SLAB // max(1, out.nbytes // len(out))) // rows), max(1, _MOST_CHUNKS // chunks))
+        step = at_once * rows
         for start in range(0, len(out), step):
             part = out[start : start + step]
             with (

@@ -451,13 +451,15 @@ def _unexplained(
 ) -> list[GrowingSite]:
     """What a pool grows beyond the named sites: by tracemalloc, else outside Python or unknown."""
     found: list[GrowingSite] = []
+    lines = {line for site in sites for line in (*site.lines, site.created)}
     for pool in pools.names():
         grows = pools.trend(pool)
         named = sum(site.rate for site in sites if site.pool == pool)
         rest = grows.rate - named
         if not grows.leaks or rest < _NATIVE_SHARE * grows.rate or rest < LEAST_PER_STEP:
             continue
-        by_line = _by_windows(record.windows, rest, pool, series, grows)
+        # A line that is named already is not what is missing: its blocks are what its variable keeps.
+        by_line = [one for one in _by_windows(record.windows, rest, pool, series, grows) if one.created not in lines]
         found += by_line
         rest -= sum(site.rate for site in by_line)
         if rest < max(_NATIVE_SHARE * grows.rate, LEAST_PER_STEP) or rest * series.half < _LEAST_NATIVE:

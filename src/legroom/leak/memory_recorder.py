@@ -30,7 +30,7 @@ from legroom.probe.process_and_limits import plain
 # Not when the last sample is taken, at exit: after Ctrl-C, a dataclass that is defined then makes Python exit with 1
 # instead of ending by SIGINT.
 from legroom.probe.ram_swap_and_pressure import free_memory
-from legroom.system import step_callbacks
+from legroom.system import training_step_listeners
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
@@ -83,7 +83,7 @@ class Recorder:
         self.running = self._started = True
         self._tracing.install()
         self._shm.listen()
-        step_callbacks.listen(self._count)
+        training_step_listeners.listen(self._count)
         self.torch.install()
         atexit.register(self.stop)
         if not self._forks:
@@ -103,7 +103,7 @@ class Recorder:
         self._forget_window()
         self._tracing.remove()
         self._shm.stop()
-        step_callbacks.stop_listening(self._count)
+        training_step_listeners.stop_listening(self._count)
         self.torch.remove()
         self._writer.close()
 
@@ -148,7 +148,7 @@ class Recorder:
 
     @property
     def window_open(self) -> bool:
-        """Whether tracemalloc is on for a window."""
+        """Whether tracemalloc is on for a window: a benchmark waits for its end."""
         return self._window_from is not None
 
     def skip(self, seconds: float, cpu: float = 0.0) -> None:

@@ -30,9 +30,8 @@ from legroom.advice.memory_need import (
 from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
-from legroom.loader.measure.measure_dataset_in_child import measure_dataset, measure_object
+from legroom.loader.measure.measure_in_child import measure_dataset, measure_object, tried_before, try_named, try_object
 from legroom.loader.measure.memory_guard_script import RESERVE
-from legroom.loader.measure.start_dataloader_trial import tried_before, try_named, try_object
 from legroom.loader.measure_process_memory import private_bytes, with_bare_processes
 from legroom.loader.measure_process_memory import start_method as default_start_method
 from legroom.loader.settings_of_checked_dataloader import ANY_LOADER, settings_to_check, taken_from_dataloader

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from legroom.advice.fit_on_machine import plan_for
 from legroom.advice.job_settings_to_workload import Batch, DataRows, Demand, batch_of, data_rows, workload_of
-from legroom.advice.plan_jobs_per_gpu import plan_for
 from legroom.errors import UsageError
 from legroom.messages import counted, listed, phrase, say
 from legroom.probe.host_files_and_syscalls import Host

@@ -182,6 +182,9 @@ def _bounds(chosen: ChosenRows) -> tuple[int, int]:
     return min(chosen.start, last), max(chosen.start, last)
 
 
+_BOOLS = (bool, np.bool_)
+
+
 def _numbered(rows: Iterable[int], total: int) -> ChosenRows:
     """Row numbers, or a mask of all rows; as a range where they are one."""
     try:
@@ -190,6 +193,8 @@ def _numbered(rows: Iterable[int], total: int) -> ChosenRows:
         raise _not_rows(rows, str(problem)) from problem
     if given.ndim == 1 and not given.size:
         return ChosenRows(0)
+    if isinstance(rows, (list, tuple)) and given.dtype != bool and any(isinstance(one, _BOOLS) for one in rows):
+        raise _not_rows(rows, say("row numbers and True or False are mixed"))
     if given.dtype == bool and given.shape != (total,):
         raise _not_rows(
             rows, say("a mask of {shape} values was given, for {total} rows", shape=list(given.shape), total=total)
@@ -264,7 +269,16 @@ def _number(text: str, name: str) -> int:
         ) from None
 
 
+_MOST_RANKS = 1 << 31
+
+
 def _checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
+    if world_size >= _MOST_RANKS:
+        raise UsageError(
+            say("world_size must be less than 2**31 (got {world})", world=world_size),
+            why=say("the values come from {where}", where=where),
+            fix=(say("pass a matching rank and world_size"),),
+        )
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(
             say(

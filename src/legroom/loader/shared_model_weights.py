@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import posixpath
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import CachedData
+from legroom.cache.cached_arrays_and_tables import CachedData, torch_name
 from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, open_as, source_paths
 from legroom.errors import LegroomError, NoRoom, RemoteError, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection
@@ -45,10 +46,6 @@ SINGLE = ("model.safetensors", "pytorch_model.bin")
 _MOST_INDEX = 64 << 20
 _MOST_STAGED = 1 << 30  # bytes of GPU memory for tensors that are converted into shared memory
 _ALIGNMENT = 512  # of tensors in shared GPU memory: what torch's allocator gives
-_TORCH_NAMES = {
-    "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}  # fmt: skip
 
 
 class Weights(Mapping[str, "torch.Tensor"]):
@@ -259,8 +256,8 @@ def _torch_dtype(attributes: Mapping[str, object], dtype: np.dtype[Any]) -> torc
     """The type of a tensor that is stored as an array of ``dtype``."""
     import torch
 
-    name = attributes.get("torch_dtype") or _TORCH_NAMES.get(str(attributes.get("safetensors_dtype")))
-    found: torch.dtype = getattr(torch, str(name)) if name else _plain_dtype(dtype)
+    name = torch_name(attributes)
+    found: torch.dtype = getattr(torch, name) if name else _plain_dtype(dtype)
     return found
 
 
@@ -319,7 +316,7 @@ def _shards(index: SourcePath) -> list[tuple[str, list[str] | None]]:
         places = json.loads(_index_text(index))["weight_map"]
         by_file: dict[str, list[str]] = {}
         for name, file in places.items():
-            by_file.setdefault(os.path.basename(file), []).append(name)
+            by_file.setdefault(_below_index(file), []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         if isinstance(problem, RemoteError):
             raise
@@ -330,6 +327,14 @@ def _shards(index: SourcePath) -> list[tuple[str, list[str] | None]]:
             fix=other.fix if other is not None else (say("download or save the model again"),),
         ) from problem
     return [(file, names) for file, names in sorted(by_file.items())]
+
+
+def _below_index(file: str) -> str:
+    """The file of a shard, relative to its index: by its last name alone it could be another one."""
+    found = posixpath.normpath(file)
+    if found == ".." or found.startswith(("/", "../")):
+        raise ValueError(f"the file {file!r} of the index is not below its directory")
+    return found
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ watch_loop              take samples at the interval, evaluate alarms, pass mome
 history_and_trend       samples and free space over time; leak or warm-up, time until a pool is full, what grows
 alarms                  every alarm rule with its thresholds; when an alarm begins and ends
 timeline                pools, marks, alarms and processes over time, for charts and views
-watch_log               the JSON lines of --log and --json, and reading them back for --replay
+watch_log               the JSON lines of --log and --json, and reading them back for --replay; records as JSON objects
 watch_text              plain lines
 tui, tui_lines          the full-screen view: screen and keys; its lines
 serve_web_page          the page of --web and its events; web_page/ has the page's files

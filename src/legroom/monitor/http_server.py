@@ -1,15 +1,19 @@
 """The HTTP server that the Prometheus metrics and the web view share.
 
 It parses HOST:PORT, listens on loopback unless another address is given, and checks the Host header. Each client takes
-one thread, and their number is limited.
+one thread, and their number is limited. A request must be complete, and an answer taken, within ten seconds: a client
+that sends a byte now and then keeps its thread no longer than one that sends nothing.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import ipaddress
 import socket
 import threading
+import time
+from contextlib import suppress
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,7 +25,7 @@ from legroom.system.processes_and_threads import start_daemon_thread, why_no_thr
 TEXT = "text/plain; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-_CLIENT_TIMEOUT = 10.0  # seconds for a client to send the next part of its request or read the answer
+_CLIENT_TIMEOUT = 10.0  # seconds for a client to send a whole request, and to take what is written to it
 _MOST_CLIENTS = 512
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -96,7 +100,9 @@ class Server(ThreadingHTTPServer):
         """Answer in a thread of its own; where none can be started, before the next client; 503 to one too many."""
         clients = self.clients
         if not clients.acquire(blocking=False):
-            request.sendall(_TOO_MANY)
+            request.settimeout(0)  # between accepting two clients: it never waits for one
+            with suppress(OSError):
+                request.sendall(_TOO_MANY)
             self.shutdown_request(request)
             return
 
@@ -121,6 +127,17 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "legroom"
     sys_version = ""
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._incoming = _Incoming(self.connection, self.timeout)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        """Answer one request, if it is complete in time; else the connection ends."""
+        self._incoming.until = time.monotonic() + self.timeout
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         if not self.server.hosts.allow(self.headers.get("Host")):
@@ -151,6 +168,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Do not log requests."""
+
+
+class _Incoming(io.RawIOBase):
+    """What a client sends, until a point in time. The limit of a socket is for each part of a request."""
+
+    def __init__(self, connection: socket.socket, each: float) -> None:
+        self._connection, self._each, self.until = connection, each, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(into)
+        finally:
+            self._connection.settimeout(self._each)
 
 
 class AllowedHosts:

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from legroom.monitor.watch_log import from_json
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import started_at
 from legroom.records.watch_sample import Annotations, GrowthRow, Mark, ProcessSteps
 from legroom.system.argument_checks import check_integer
 from legroom.system.atomic_file import replace_file
-from legroom.system.json_records import from_json
 
 SCHEMA = "legroom.said/1"
 GROWING_SCHEMA = "legroom.growing/1"

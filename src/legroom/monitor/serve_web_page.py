@@ -21,9 +21,8 @@ from legroom.messages import say
 from legroom.monitor.history_and_trend import keep_largest_processes
 from legroom.monitor.http_server import Handler, parse_address, serve
 from legroom.monitor.timeline import Timeline, taken, thin_points
-from legroom.monitor.watch_log import moment_object
+from legroom.monitor.watch_log import fields_of, moment_object
 from legroom.records.watch_sample import Moment, PoolPoint
-from legroom.system.json_records import fields_of
 
 PORT = 9465
 MOST_STREAMS = 256  # clients that receive events

@@ -237,7 +237,8 @@ def cache_entries() -> tuple[EntryRow, ...]:
     return tuple(
         EntryRow(
             entry.key or "",
-            entry.sources[0] if entry.sources else str(entry.attributes.get("name", "")),  # of a frozen object
+            # Of a frozen object its name; where it has none, what `legroom cache` accepts as its ID.
+            entry.sources[0] if entry.sources else str(entry.attributes.get("name") or (entry.key or "")[:12]),
             entry.backing,
             entry.bytes,
             entry.in_use,

@@ -50,7 +50,8 @@ _CSS = """
 Screen { overflow: hidden; }
 #head { height: 1; }
 #pools-box { height: auto; max-height: 40%; }
-#pools, #alarms, #facts { height: auto; }
+#alarms, #facts { height: auto; }
+#pools { height: auto; width: auto; }
 #lower { height: 1fr; min-height: 3; border-top: solid $primary; }
 #table { height: auto; width: auto; }
 """
@@ -192,14 +193,16 @@ class ScreenState:
 
     def sort_by(self, key: str) -> None:
         """Sort processes by another column."""
-        self.sort, self.cache, self.opened = key, False, None
+        self.sort, self.cache, self.opened, self.keys = key, False, None, False
 
     def toggle_over_time(self) -> None:
         """Show the course of each process instead of its figures, or the figures again."""
-        self.over_time, self.cache, self.opened = not self.over_time or self.opened is not None, False, None
+        self.over_time = self.keys or not self.over_time or self.opened is not None
+        self.cache, self.opened, self.keys = False, None, False
 
     def open_next(self) -> None:
         """Show one process alone: the largest first, then the next one."""
+        self.keys = False
         moment = self.view.snapshot(self._when).moment
         rows = sorted(moment.sample.processes, key=lambda row: (-taken(row), row.pid)) if moment else []
         pids = [row.pid for row in rows]
@@ -208,12 +211,15 @@ class ScreenState:
             self.opened, self.cache = pids[at % len(pids)], False
 
     def close(self) -> None:
-        """Show all processes again."""
-        self.opened = None
+        """Show all processes again; where the keys are shown, what was shown before."""
+        if self.keys:
+            self.keys = False
+        else:
+            self.opened = None
 
     def toggle_cache(self) -> None:
         """Show cache entries instead of processes, or processes again."""
-        self.cache = not self.cache
+        self.cache, self.keys = self.keys or not self.cache, False
 
     def toggle_keys(self) -> None:
         """Show what the keys do, or what was shown before."""
@@ -235,8 +241,11 @@ class ScreenState:
         """Whether to redraw."""
         return self.view.changes != self._drawn
 
-    def lines(self, width: int) -> dict[str, list[Text]]:
-        """The lines of each part of the screen by name; only the head before the first sample."""
+    def lines(self, width: int, pools_width: int | None = None) -> dict[str, list[Text]]:
+        """The lines of each part of the screen by name; only the head before the first sample.
+
+        ``pools_width``: where those of the pools have less room, because a scroll bar is beside them.
+        """
         self._drawn = self.view.changes
         shown = self.view.snapshot(self._when, _SPANS[self._span][0])
         moment = shown.moment
@@ -252,7 +261,7 @@ class ScreenState:
         return {
             **parts,
             "pools": [
-                tui_lines.pool_line(pool, shown.points.get(pool.name, ()), levels.get(pool.name), width)
+                tui_lines.pool_line(pool, shown.points.get(pool.name, ()), levels.get(pool.name), pools_width or width)
                 for pool in sample.pools
             ],
             "alarms": tui_lines.alarm_lines(moment.alarms, width, _ALARMS_SHOWN),
@@ -310,10 +319,10 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
             Binding("r", "do('sort_by', 'r')", "RSS"),
             Binding("g", "do('sort_by', 'g')", "GPU"),
             Binding("t", "do('toggle_over_time')", say("time")),
-            Binding("o", "do('open_next')", say("open")),
+            Binding("o", "do('open_next')", say("one")),
             Binding("escape", "do('close')", show=False),
             Binding("c", "do('toggle_cache')", say("cache")),
-            Binding("h", "do('next_span')", say("history")),
+            Binding("h", "do('next_span')", say("span")),
             Binding("question_mark", "do('toggle_keys')", say("keys"), key_display="?"),
             Binding("left", "do('look_back', 1)", say("back"), key_display="←→", priority=True),
             Binding("right", "do('look_back', -1)", show=False, priority=True),
@@ -339,7 +348,7 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
             self.redraw()
 
         def on_resize(self) -> None:
-            self.redraw()
+            self.call_after_refresh(self.redraw)  # before, the screen has its old size
 
         def action_do(self, name: str, *given: object) -> None:
             """Call that method of the state."""
@@ -353,7 +362,9 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
                 self.redraw()
 
         def redraw(self) -> None:
-            for part, lines in self.state.lines(max(20, self.size.width)).items():
+            width, box = max(20, self.size.width), self.query_one("#pools-box")
+            bar = box.scrollbar_size_vertical if box.show_vertical_scrollbar else 0
+            for part, lines in self.state.lines(width, width - bar).items():
                 if part == "title":
                     self.query_one("#lower").border_title = lines[0].plain
                 else:

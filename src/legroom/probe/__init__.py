@@ -5,8 +5,9 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - legroom_available: bytes of a memory pool that can be taken now (``legroom.available()``)
 - copy_on_write: what forked workers have copied of the memory they inherited, at once or now and then
 - runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
-- filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
-- gpu_devices: NVIDIA GPUs with their memory and processes
+- filesystems_and_cgroups: mounts; disks of the store, of the working directory and of a job, with their peaks; the
+  cgroups of a process, v1 and v2
+- gpu_devices: NVIDIA GPUs with their memory and processes; GPU memory that Windows moved to RAM
 - host_files_and_syscalls: files and system calls of the machine that is read
 - memory_of_running_jobs: training jobs that run now: what each holds, what several share
 - ram_swap_and_pressure: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
@@ -15,5 +16,4 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
 - shm_segments: which process maps or opens which shared-memory segment
 - snapshot: everything above at one moment (``legroom.snapshot()``)
-- windows_gpu_spill: GPU memory that Windows moved to RAM
 """

@@ -1,4 +1,4 @@
-"""Mounts, the disks of the dataset store and of the working directory, and the cgroups of a process.
+"""Mounts, the disks of the dataset store, of the working directory and of a job, and the cgroups of a process.
 
 mountinfo lists mounts in the order they were made: of several at one point, the last is visible.
 
@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from legroom.messages import joined, say
 from legroom.probe.host_files_and_syscalls import DiskSpace, Host
-from legroom.records.machine import Disk, Pool
+from legroom.records.machine import Disk, Level, Pool
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 _ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # how the kernel escapes space, tab, newline and backslash
 
@@ -259,6 +263,129 @@ def _below(path: str, point: str) -> bool:
 
 def _pure(path: str) -> PurePosixPath | Path:
     return PurePosixPath(path) if path.startswith("/") else Path(path)
+
+
+_SHM = "/dev/shm"
+_READ_EVERY = 1.0
+_MAPS_EVERY = 10.0  # listing a torch process's thousand mappings takes a millisecond
+_MOST_CWDS = 8
+_MOST_MOUNTS = 200
+# Their space is read without a server that may not answer.
+_LOCAL = frozenset({"tmpfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "bcachefs", "vfat"})
+_FULL = 0.98
+_WRITABLE = re.compile(r"^\S+ rw.s \S+ \S+ \d+ +(/(?!dev/|memfd:|SYSV).*)$", re.M)
+_DELETED = " (deleted)"
+
+
+@dataclass
+class DiskLevels:
+    """How full the disks are that processes write to, each at its peak.
+
+    A thread reads them, so that a network file system that does not answer blocks nothing else. Peaks are kept: a
+    temporary file disappears with the process that filled the disk.
+    """
+
+    host: Host
+    folders: Iterable[str]
+    pids: Callable[[], list[int]] = list  # these processes
+    _peaks: dict[int, tuple[str, Level]] = field(default_factory=dict)  # by device
+    full_before: dict[str, Level] = field(default_factory=dict)  # other disks, full at the start and at the end
+    _named: tuple[str, ...] = ()
+    _before: dict[int, int] = field(default_factory=dict)  # bytes used at the start, by device; other mounts too
+    _mapped: tuple[str, ...] = ()
+    _maps_at: float = float("-inf")
+    _stop: threading.Event = field(default_factory=threading.Event)
+    reason: str | None = None  # why no disk is read
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start reading."""
+        self._thread = start_daemon_thread(self._run, "legroom-disks")
+        if self._thread is None:
+            self.reason = say("disk usage: {why}", why=why_no_thread())
+
+    def finish(self, within: float = 1.0, named: Iterable[str] = ()) -> dict[str, Level]:
+        """Each disk's peak, by directory, including its present level if it is read within that time.
+
+        ``named``: paths in their last messages. Their disks are read, too, and every local disk that became full
+        meanwhile: a file may be written and the job be gone between two readings.
+        """
+        self._named = tuple(named)
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(within)
+        return dict(list(self._peaks.values()))
+
+    def _run(self) -> None:
+        self._before = {device: level.used for device, (_, level) in self._local_disks().items()}
+        while not self._stop.wait(_READ_EVERY):
+            self._read()
+        self._finish_reading()
+
+    def _finish_reading(self) -> None:
+        """Read once more: the disks of paths that were named, and local disks that are full now."""
+        self.folders = (*filter(None, map(_existing_folder, self._named)), *self.folders)
+        self._read()
+        for device, (point, level) in self._local_disks().items():
+            if level.share >= _FULL and device not in self._peaks:
+                if level.used > self._before.get(device, 0):
+                    self._peaks[device] = (point, level)
+                else:
+                    self.full_before[point] = level
+
+    def _local_disks(self) -> dict[int, tuple[str, Level]]:
+        """The mounted local disks, by device; not /dev/shm, which is sampled by itself."""
+        found: dict[int, tuple[str, Level]] = {}
+        for mount in mounts(self.host)[-_MOST_MOUNTS:]:
+            inside = mount.point == _SHM or mount.point.startswith(("/dev/", "/proc/", "/sys/", "/run/"))
+            if mount.kind not in _LOCAL or "ro" in mount.options or inside:
+                continue
+            read = self._level(mount.point)
+            if read is not None:
+                found.setdefault(read[0], (mount.point, read[1]))
+        return found
+
+    def _level(self, folder: str) -> tuple[int, Level] | None:
+        """The device of a directory and how full it is."""
+        room = self.host.disk_space(folder)
+        if room is None or not room.size:
+            return None
+        try:
+            device = os.stat(self.host.path(folder)).st_dev
+        except OSError:
+            return None
+        # Blocks reserved for root do not count: a disk is full when nothing is free for us.
+        return device, Level(room.size - room.free, room.size)
+
+    def _read(self) -> None:
+        pids = self.pids()[:_MOST_CWDS]
+        if time.monotonic() - self._maps_at >= _MAPS_EVERY:
+            self._maps_at = time.monotonic()
+            self._mapped = tuple(dict.fromkeys(folder for pid in pids for folder in mapped_folders(self.host, pid)))
+        places = (self.host.link(f"/proc/{pid}/cwd") for pid in pids)
+        for folder in dict.fromkeys((*self.folders, *(place for place in places if place), *self._mapped)):
+            if (read := self._level(folder)) is None:
+                continue
+            device, level = read
+            old = self._peaks.get(device)
+            if old is None or level.share >= old[1].share:
+                self._peaks[device] = (old[0] if old else folder, level)
+
+
+def _existing_folder(path: str) -> str | None:
+    """The path, or the nearest directory above it; None if not even the first one exists here."""
+    while path != "/" and not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return None if path == "/" else path
+
+
+def mapped_folders(host: Host, pid: int) -> list[str]:
+    """Directories of files that a process maps for writing."""
+    found = []
+    for match in _WRITABLE.finditer(host.text(f"/proc/{pid}/maps") or ""):
+        if not match[1].endswith(_DELETED):
+            found.append(os.path.dirname(match[1]))
+    return found
 
 
 Version = Literal["v1", "v2"]

@@ -59,6 +59,7 @@ class Entry:
     damaged: str | None = None  # why it cannot be used
     unreadable: str | None = None  # why it could not be read; no proof of damage
     versions: tuple[str, ...] = ()  # of remote sources: what their stores vouched for when they were loaded
+    outdated: str | None = None  # why this version builds another one in its place
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from legroom.messages import say
 from legroom.records.finding_and_alarm import Alarm
 from legroom.records.loader_settings_and_flags import LoaderSettings
+from legroom.records.machine import Level
 from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_size
 
@@ -21,19 +22,6 @@ Cause = MemoryCause | Literal["tmpdir-too-long", "worker-killed", "killed", "not
 MEMORY_CAUSES: frozenset[Cause] = frozenset(get_args(MemoryCause))
 
 Role = Literal["main", "worker"]  # the training process; a DataLoader worker
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """How full one pool was."""
-
-    used: int
-    size: int
-
-    @property
-    def share(self) -> float:
-        """Used as a share of the size; 0 if the size is 0."""
-        return self.used / self.size if self.size else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +43,7 @@ class Sign:
     line: str
     number: int  # counted from the end of the log: 1 is the last line
     at: int = 0  # offset in the line where the matching text begins
+    said: bool = False  # the line only contains the words: it is not a message that begins with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +53,7 @@ class LogFacts:
     signs: tuple[Sign, ...] = ()
     last_error: Sign | None = None  # the last exception that ended a program
     chain_from: int | None = None  # lines from the end at which its tracebacks begin
+    own_from: int | None = None  # the same without the exceptions that led to it
     errors: tuple[Sign, ...] = ()  # all exceptions, including the last
     raised_in: Role | None = None  # which process raised the last one; None: not shown by the traceback
     progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
@@ -129,6 +119,7 @@ class Evidence:
     ram_peak: Level | None = None  # the kernel's peak of the job's cgroup; None: not recorded, or no higher
     ram_unseen: float | None = None  # seconds from the last sample of RAM to the end
     shm_at_end: Level | None = None  # read when the job ended
+    loader_replaceable: bool = True  # False: it ran with Legroom's DataLoader already
     disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read until after the end; empty: none was read
     workers: bool | None = (
         None  # whether a Python process of the job had child processes; None: not watched long enough
@@ -166,6 +157,7 @@ class Verdict:
     refused: Role | None = None  # the process in which an allocation failed; None: not shown by the log
     too_large: int | None = None  # bytes of one refused allocation, if it is larger than all RAM
     without_effect: frozenset[str] = frozenset()  # settings that have no influence on what ran out
+    of_threads: frozenset[str] = frozenset()  # those that have it only if the job loads data in threads
 
     @property
     def memory(self) -> bool:

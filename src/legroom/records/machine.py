@@ -1,4 +1,4 @@
-"""A machine at one moment: memory pools, limits, processes, environment, as probes read them; findings and alarms."""
+"""A machine at one moment: memory pools, limits, processes, environment, as probes read them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ class Pool:
         if self.used is None or not self.size:
             return None
         return self.used / self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How full one pool was."""
+
+    used: int
+    size: int
+
+    @property
+    def share(self) -> float:
+        """Used as a share of the size; 0 if the size is 0."""
+        return self.used / self.size if self.size else 0.0
 
 
 @dataclass(frozen=True, slots=True)

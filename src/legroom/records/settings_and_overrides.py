@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from legroom.errors import UsageError
-from legroom.messages import RANKS, counted, say
+from legroom.messages import RANKS, counted, phrase, say
 from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings, read_settings
 from legroom.records.workload import Measured, Plan
 
@@ -126,9 +126,13 @@ class Settings(LoaderSettings):
 
         The effective batch does not change: a new batch size changes the accumulation too, or is an error.
         """
-        wanted = completed(self.values(), read_settings(chosen).given())
+        given = read_settings(chosen).given()
+        wanted = completed(self.values(), given)
         old = {name: getattr(self, name) for name in wanted}
-        told = {name: say("{name} {value}: set by you", name=name, value=value) for name, value in wanted.items()}
+        by_you, follows = phrase("{name} {value}: set by you"), phrase("{name} {value}: follows from what you set")
+        told = {
+            name: say(by_you if name in given else follows, name=name, value=value) for name, value in wanted.items()
+        }
         return replace(self, **wanted, why={**self.why, **told}, before={**old, **self.before})
 
     def roll_back(self, *names: str) -> Settings:

@@ -1,6 +1,7 @@
-"""Collects what a bug report needs: this machine, and the end of each file that the user adds.
+"""Collects what a bug report needs: this machine, the end of each file that the user adds, and which names are private.
 
-Private things are included: redact.py hides them later.
+Private things are included: redact.py hides them later. Private names are users, hosts, home directories and values of
+secret variables, read where the machine keeps them.
 
 The files that the probes read are recorded, so that `legroom doctor --root` reads the same machine elsewhere; processes
 are not. What cannot be read is listed and left out: a report is needed most where things are broken.
@@ -13,9 +14,10 @@ import json
 import os
 import platform
 import re
+import socket
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +36,8 @@ from legroom.records.cache_entry import Entry
 from legroom.records.failure import Evidence
 from legroom.records.machine import Machine
 from legroom.report.bundle import Attachments, Collected, Part
-from legroom.report.redact import SECRET_NAME, shape_of
-from legroom.rescue.find_failures_in_log import read_log
+from legroom.report.redact import SECRET_NAME, Identities, shape_of
+from legroom.rescue.read_log_file import read_log
 from legroom.rescue.verdict import classify, verdict_object, with_fixes
 from legroom.system.lazy_and_optional_imports import package_version
 from legroom.version import VERSION
@@ -330,7 +332,9 @@ def watch_end(path: str) -> dict[str, Any]:
     """The last alarms of a watch, each once, and the last sample."""
     alarms: dict[str, Any] = {}
     last: dict[str, Any] | None = None
-    lists: dict[str, Any] = {}  # by name and clock: lines that have the same one leave it out
+    # By name or pid, and clock: lines that have the same list or process leave it out.
+    lists: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for line in _end(path, _WATCH_END).split(b"\n"):
         try:
             moment = json.loads(line)
@@ -339,7 +343,9 @@ def watch_end(path: str) -> dict[str, Any]:
         if not isinstance(moment, dict) or moment.get("schema") != WATCH:
             continue
         last = moment
-        lists |= {f"{name} {moment.get('clock')}": moment[name] for name in REPEATED if moment.get(name)}
+        clock = moment.get("clock")
+        lists |= {f"{name} {clock}": moment[name] for name in REPEATED if moment.get(name)}
+        rows |= {f"{row.get('pid')} {clock}": row for row in _rows(moment) if "unchanged_since" not in row}
         for alarm in moment.get("alarms") or ():
             if isinstance(alarm, dict):
                 key = json.dumps([alarm.get("code"), alarm.get("pool"), alarm.get("since")])
@@ -354,10 +360,17 @@ def watch_end(path: str) -> dict[str, Any]:
     unchanged = last.pop("unchanged_since", None)
     if isinstance(unchanged, dict):
         last |= {name: lists.get(f"{name} {clock}") for name, clock in unchanged.items() if name in REPEATED}
-    for row in last.get("processes") or ():
-        if isinstance(row, dict) and isinstance(row.get("command"), str):
+    last["processes"] = [rows.get(f"{row.get('pid')} {row.get('unchanged_since')}", row) for row in _rows(last)]
+    for row in last["processes"]:
+        if isinstance(row.get("command"), str):
             row["command"] = shape_of(row["command"])
     return {"alarms": list(alarms.values())[-_MOST_ALARMS:], "last": last}
+
+
+def _rows(moment: dict[str, Any]) -> list[dict[str, Any]]:
+    """The processes in a line of a watch's log."""
+    found = moment.get("processes")
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
 
 def _end(path: str, keep: int) -> bytes:
@@ -374,3 +387,80 @@ def _end(path: str, keep: int) -> bytes:
         raise UnreadableSource(
             say("cannot read {path}", path=path), why=why, fix=(say("pass a file that you can read"),)
         ) from problem
+
+
+_FIRST_PERSON = 1000  # lower user ids belong to services
+_MOST_USERS = 5000
+_USER_VARIABLES = ("USER", "LOGNAME", "USERNAME", "SUDO_USER", "LNAME", "SLURM_JOB_USER")
+_HOST_VARIABLES = (
+    "HOSTNAME",
+    "COMPUTERNAME",
+    "MASTER_ADDR",
+    "SLURMD_NODENAME",
+    "SLURM_SUBMIT_HOST",
+    "HOST",
+    "NODE_NAME",
+)
+_SYSTEM = ("/root", "/nonexistent", "/var/", "/usr/", "/dev/", "/run/", "/bin", "/sbin", "/proc", "/etc/")
+
+
+def identities(host: Host, files: Iterable[str] = ()) -> Identities:
+    """The private names that this machine knows; ``files`` are paths of data files."""
+    homes_by_user = dict(_users(host))
+    users = {name for name in homes_by_user if name} | {host.env.get(name, "") for name in _USER_VARIABLES}
+    homes = {home for name, home in homes_by_user.items() if _is_personal(home, name)}
+    return Identities(
+        users=frozenset(users - {""}),
+        hosts=frozenset(_hosts(host)),
+        homes=frozenset(homes),
+        files=frozenset(re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in files) - {""},
+        secrets=frozenset(_secrets(host.env)),
+    )
+
+
+def _users(host: Host) -> Iterator[tuple[str, str]]:
+    """(name, home directory) of every user who is a person, and of the user who runs this."""
+    for line in (host.text("/etc/passwd") or "").splitlines()[:_MOST_USERS]:
+        fields = line.split(":")
+        if len(fields) >= 6 and fields[2].isdecimal():
+            uid = int(fields[2])
+            if (uid >= _FIRST_PERSON and fields[0] != "nobody") or uid == host.uid:
+                yield fields[0], fields[5]
+    home = host.env.get("HOME") or host.env.get("USERPROFILE")
+    name = next((host.env[one] for one in _USER_VARIABLES if host.env.get(one)), "")
+    if home:
+        yield name or re.split(r"[/\\]", home.rstrip("/\\"))[-1], home
+    if host.live and name == "":
+        # A directory service may know what /etc/passwd does not.
+        try:
+            import pwd
+
+            entry = pwd.getpwuid(os.geteuid())
+        except (ImportError, KeyError):
+            return
+        yield entry.pw_name, entry.pw_dir
+
+
+def _is_personal(home: str, name: str) -> bool:
+    """Whether the whole path has to be hidden: it is a person's, and does not contain the person's name."""
+    deep = len([part for part in re.split(r"[/\\]", home) if part]) >= 2
+    return deep and not (home + "/").startswith(_SYSTEM) and name.casefold() not in home.casefold()
+
+
+def _hosts(host: Host) -> Iterator[str]:
+    names = [host.env.get(name, "") for name in _HOST_VARIABLES]
+    names += [host.text("/etc/hostname") or "", host.text("/proc/sys/kernel/hostname") or ""]
+    if host.live:
+        names.append(socket.gethostname())
+    for name in names:
+        whole = name.strip()
+        if whole and not whole.replace(".", "").isdigit():
+            yield whole
+            yield whole.partition(".")[0]
+
+
+def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        # Paths under such names are settings (SSH_AUTH_SOCK, *_KEY_FILE); names in them are hidden as in any path.
+        if SECRET_NAME.fullmatch(name) and len(value) >= 6 and not value.startswith("/"):
+            yield value

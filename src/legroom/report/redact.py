@@ -1,6 +1,6 @@
 """Hides what is private in texts, JSON values and command lines; the same thing gets the same new name everywhere.
 
-Private are names that are known (private_names.py) and things that look private: addresses, tokens, paths in home
+Private are names that are known (collect.py) and things that look private: addresses, tokens, paths in home
 directories, URLs, options with a secret, identifiers, data files. They are found in every reading of a text: as it
 stands, and with its escapes undone. Pure: no file and no variable is read here. Some names and words stay, although
 they look private or are someone's login name.
@@ -164,7 +164,7 @@ _EDGES = {"secret": "", "home": _LETTER_DIGIT, "user": _LETTER, "host": _LETTER_
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """Names that are private wherever they stand; private_names.py reads them."""
+    """Names that are private wherever they stand; collect.py reads them."""
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()

@@ -60,7 +60,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("advice", (
         r"(?i:\b(?:avoid|prevent|protect against|risk of|in case of|(?:if|when) you (?:run|get|hit|see"
         r"|encounter|face)"
-        r"|(?:may|might|could|can) (?:cause|lead to|result in|run))\b.{0,80}(?:out[ -]of[ -]memory|\bOOM\b))",
+        r"|(?:may|might|could|can) (?:cause|lead to|result in|run))\b.{0,80}"
+        r"(?:out[ -]of[ -]memory|\bOOM\b|segmentation fault|bus error|\babort))",
         r"Could not load dynamic library|dlerror:|nodes are available: .*Insufficient memory",
     )),
     # Faults of a GPU kernel, a driver or a device, and limits that only sound like memory.
@@ -83,7 +84,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     # Limits and libraries with messages like those of memory or disks; often only warnings.
     ("library", (
-        r"in static TLS block|write\+execute memory|MDB_MAP_FULL|inotify (?:instance|watch)|inotify_\w+",
+        r"in static TLS block|write\+execute memory|MDB_MAP_FULL|inotify (?:instance|watch)|inotify_\w+"
+        rf"|\bibv_\w+.*{_NO_MEMORY}|RLIMIT_MEMLOCK",  # locked memory
         r"symbol lookup error|undefined symbol|version `?GLIBC"
         r"|cannot open shared object file(?!: (?:Too many|Cannot alloc))",
         r"(?i:/sys/fs/cgroup\S*.*no space left|session key.*quota exceeded)",
@@ -137,9 +139,10 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"caller indicates that this is not a failure|^(?!.*OOM when allocating).*GPU_\d+_bfc"
         r"|Created (?:TensorFlow )?device .*GPU",
     )),
+    ("cpu-hint", (r"(?i:falling back to cpu)",)),  # JAX without a GPU
     ("gpu-refused", (r"failed to alloc(?:ate)? .{1,60} from device: .*CUDA_ERROR_OUT_OF_MEMORY",)),
     ("disk-quota", (
-        r"(?i:(?:disk )?quota exceeded|exceeded (?:the |your )?(?:disk |storage )?quota)|\[Errno 122\]"
+        r"(?i:disk quota exceeded|exceeded (?:the |your )?(?:disk |storage |home )quota)|\[Errno 122\]"
         r"|\bEDQUOT\b|超出磁盘限额",
         r"low on resource: ephemeral-storage|ephemeral (?:local )?storage usage exceeds",
         r"database or disk is full",
@@ -159,7 +162,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"(?:Cuda failure|NCCL).*'?out of memory|[Ff]ailed to CUDA (?:calloc|malloc)",
         r"(?:cudaMalloc|cuMemAlloc|cuMemCreate|hipMalloc)\w*(?:\(\))?.*(?:failed|retry failed|results? in|error).*"
         + _CUDA_OOM,
-        r"[Ee]rror:? out of memory at line \d+ in file .*\.(?:cu|hip)|THCStorage\.\w+.*out of memory"
+        r"[Ee]rror:? out of memory at line \d+ in file .*\.(?:cu|hip|c|cc|cpp)\b|THCStorage\.\w+.*out of memory"
         r"|cuda ?[Rr]untime error \(2\)",
     )),
     ("gpu-likely", (
@@ -176,7 +179,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|not_initialized|internal_error|StatusUnknownError)"
         r"|CUFFT_(?:ALLOC|INTERNAL)|[Cc]ould not create cu(?:dnn|blas) handle|Failed to get convolution algorithm"
         r"|[Uu]nable to find (?:a valid cuDNN algorithm|an engine to execute)|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
-        r"|(?:CUDA|cuda runtime).{0,16}unknown error",
+        r"|(?:CUDA|cuda runtime).{0,16}unknown error|INTERNAL ASSERT FAILED at .*CUDACachingAllocator",
     )),
     # Out of memory on an unnamed device.
     ("device-oom", (
@@ -218,7 +221,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("shm-likely", (
         r"[Ee]rror while creating shared memory segment|ObjectStoreFullError|(?:shmget|semget).*No space left"
-        r"|object store is full|[Pp]lasma.*is full",
+        r"|object store is full(?! and the local disk)|[Pp]lasma.*is full",
     )),
     ("shm-vague", (r"[Ee]rror while attaching to shared memory segment|torch_shm_manager",)),
     # Frames of a traceback: what got "No space left on device", what started a child.
@@ -289,7 +292,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     # Ended for a reason other than memory: time limits, preemption, a closed terminal.
     ("ended-by", (
-        r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)|CANCELLED BY|[Cc]ancelled by (?:user|uid)",
+        r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)|CANCELLED BY|[Cc]ancelled by (?:user|uid)"
+        r"|\bPreempted by \w|[Jj]ob was evicted|code=killed, status=15/TERM|[Kk]eyboard interruption",
         r"TERM_(?:RUNLIMIT|OWNER|ADMIN|CPULIMIT|DEADLINE|PREEMPT|REQUEUE|FORCE|WINDOW|BUCKET_KILL|RMS)",
         r"job killed: (?:walltime|cput|ncpus|cpupercent)|(?:walltime|cput) \d+\S* exceeded limit"
         r"|Exceeded .{0,12}walltime"
@@ -368,7 +372,8 @@ CONSEQUENCE = re.compile(
     r"|ProcessExitedException|ProcessRaisedException|exited unexpectedly|BrokenProcessPool|terminated abruptly"
     r"|DistBackendError|DistNetworkError|DistStoreError|NCCL|Gloo|Connection (?:closed|reset) by peer"
     r"|died (?:with|of)"
-    r"|RayActorError|RayTaskError|ActorDiedError|WorkerCrashedError|KilledWorker|TerminatedWorkerError|See root cause"
+    r"|RayActorError|RayTaskError|TuneError|ActorDiedError|WorkerCrashedError|KilledWorker|TerminatedWorkerError"
+    r"|See root cause"
     r"|Engine (?:process )?(?:failed|is dead)|EngineDeadError|can only test a child process|^(?:\S* )?Exception:?\s*$"
 )
 

@@ -1,7 +1,4 @@
-"""Read the end of a log in bounded memory: failure messages, exceptions, tracebacks, steps; which of them count.
-
-The cause of a failure is usually at the end of the log, so the end is read first. If it contains no failure (ranks that
-print long after the first one failed), more is read, up to a limit; the bytes skipped are counted.
+"""Find failure messages, exceptions, tracebacks and steps in the end of a log, and which of them count.
 
 A job that skips a batch after "CUDA out of memory" and fails with a ValueError an hour later did not run out of memory.
 So if an exception ended the program, only lines in the tracebacks that led to it count. An exception that only reports
@@ -12,27 +9,33 @@ allocation can cause let messages decide.
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections import deque
 from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import BinaryIO, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from legroom.errors import UnreadableSource
 from legroom.messages import say
 from legroom.records.failure import Evidence, LogFacts, Role, Sign
 from legroom.rescue.failure_message_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, frame_code_of, start_of
-from legroom.rescue.log_lines_without_failure import code_lines, end_of_run, is_mention, steps, without_printed_values
-from legroom.system.open_named_file import open_to_its_end, refuse_device
+from legroom.rescue.log_lines_without_failure import (
+    CARRIES,
+    Place,
+    after_source,
+    code_lines,
+    end_of_run,
+    is_mention,
+    steps,
+    without_quotations,
+    worth,
+)
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
-MOST = 16 << 20  # bytes read if the last KEEP contain no failure
 LONGEST = 4 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
-_CHUNK = 1 << 20
 _MOST_SIGNS = 2000
+_MESSAGE_LINES = 15  # lines that the message of an exception may have
+# Of these it matters whether the line is a message or only contains the words.
+_WEIGHED = frozenset({*SHORTAGES, "fault"}) - {"worker-bus", "oom-handled"}
 _HELD, _BEFORE = 2000, 500  # characters kept of a matching line, and of them before the match
 _MOST_ERRORS = 200
 _LONGEST_TRACEBACK = 2000  # lines
@@ -46,7 +49,9 @@ _NAME = rf"(?:(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*{_KIND}|[A-Za-z_][\w.]*\.[A-Z]\w+)"
 _ERROR = re.compile(rf"^\+?[ |]{{0,1}}({_NAME}){_SEE}(?::|$)")
 # Without a traceback header: only names that certainly are exceptions, at the start or after a prefix.
 _BARE_NAME = r"(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt)"
-_BARE = re.compile(rf"^(?:\S.{{0,120}}?[\])|:>-] +)?({_BARE_NAME}){_SEE}(?:: |:?$)")
+_BARE = re.compile(rf"({_BARE_NAME}){_SEE}(?:: |:?$)")
+_USAGE = re.compile(r"^[\w./-]+: (error): (?:the following arguments are|unrecognized arguments|argument \S+:)")
+_OF_ERRORS = ("Err", "Exc", "Interrupt", ": error: ")
 _ANY_NAME = re.compile(r"^[A-Za-z_][\w.]*(?:: |:?$)")
 _LINK = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
@@ -86,78 +91,6 @@ class LogTail:
         return b"".join(self._chunks)
 
 
-def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
-    """Read the end of that file; ``-`` is standard input."""
-    try:
-        if path == "-":
-            if standard_input is None:
-                refuse_device(os.fstat(0))
-            with os.fdopen(os.dup(0), "rb") if standard_input is None else nullcontext(standard_input) as pipe:
-                return _to_its_end(pipe)
-        file, begin = open_to_its_end(path)
-        with file:
-            status = os.fstat(file.fileno())
-            sized = stat.S_ISREG(status.st_mode) and status.st_size
-            facts = _of_file(file, status.st_size) if sized else _to_its_end(file, begin)
-            return replace(facts, not_a_log=facts.not_a_log or _source_code(path))
-    except (OSError, ValueError) as problem:
-        why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
-        raise UnreadableSource(
-            say("cannot read the log {path}", path=path),
-            why=why,
-            fix=(say("give a readable file, or - to read from a pipe:\ndmesg | legroom explain -"),),
-        ) from problem
-
-
-_PACKED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ": "xzcat", b"BZh": "bzcat"}
-_SOURCES = frozenset({".py", ".pyi", ".ipynb", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"})
-_SAMPLED = 8 << 10
-_CONTROL = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"} | {127})
-_MOST_CONTROL = 0.05  # of a text: a log may contain a few, and zeros where it was truncated while open
-
-
-def _source_code(path: str) -> str | None:
-    if os.path.splitext(path)[1] not in _SOURCES:
-        return None
-    return say("{name} is source code: pass the file with the output of the job", name=os.path.basename(path))
-
-
-def _binary(data: bytes) -> str | None:
-    """Why these bytes are not text; UTF-16 is text."""
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return None
-    program = next((name for magic, name in _PACKED.items() if data.startswith(magic)), None)
-    if program is not None:
-        return say("the file is compressed: {program} FILE | legroom explain -", program=program)
-    sample = data[:_SAMPLED].lstrip(b"\0") + data[_SAMPLED:][-_SAMPLED:].lstrip(b"\0")
-    if len(sample) - len(sample.translate(None, _CONTROL)) > _MOST_CONTROL * len(sample):
-        return say("the file is binary, not text: pass the file with the output of the job")
-    return None
-
-
-def _of_file(file: BinaryIO, size: int) -> LogFacts:
-    binary = _binary(file.read(_SAMPLED))
-    for length in (KEEP, MOST):
-        file.seek(max(0, size - length))
-        facts = facts_of(file.read(length), max(0, size - length))
-        if facts.signs or facts.errors or length >= size:
-            break
-    return replace(facts, not_a_log=binary)
-
-
-def _to_its_end(stream: BinaryIO, begin: bytes = b"") -> LogFacts:
-    tail = LogTail(MOST)
-    tail.feed(begin)
-    while data := stream.read(_CHUNK):
-        tail.feed(data)
-    held = tail.bytes()
-    skipped = tail.passed
-    facts = facts_of(held[-KEEP:], skipped + max(0, len(held) - KEEP))
-    if not (facts.signs or facts.errors or len(held) <= KEEP):
-        facts = facts_of(held, skipped)
-    return replace(facts, not_a_log=_binary(held))
-
-
 class _Traceback(NamedTuple):
     start: int  # the header's line
     prefix: re.Pattern[str]  # prefix of each line: a rank, a time, a file
@@ -178,18 +111,21 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     exceptions = _exceptions(lines, code)
     signs = _signs(lines, exceptions, code)
     by_number = {sign.number: sign for sign in signs}
+    messages = {number: sign for number, sign in by_number.items() if sign.code != "advice"}  # no quotes of one
     errors = tuple(
-        by_number.get(count - exception.at) or _sign(exception.name, lines[exception.at], count - exception.at, 0)
+        messages.get(count - exception.at) or _sign(exception.name, lines[exception.at], count - exception.at, 0)
         for exception in exceptions
     )
-    chain = None
+    chain = own = None
     if exceptions:
+        own = count - exceptions[-1].start
         final = {sign.number for sign in signs if sign.code in _FINAL_MESSAGES}
         chain = count - _chain_start(lines, exceptions[-1].start, final)
     return LogFacts(
         signs=signs,
         last_error=errors[-1] if errors else None,
         chain_from=chain,
+        own_from=own,
         errors=errors,
         raised_in=_raised_in(lines, exceptions[-1]) if exceptions else None,
         progress=steps(lines, by_number.keys()),
@@ -215,17 +151,24 @@ def _exceptions(lines: list[str], code: set[int]) -> list[_LoggedException]:
             open_tracebacks.append(_Traceback(at, shape, ignored))
             ignored = False
             continue
-        if "Exception ignored in" in line:
-            ignored = True  # usually at interpreter exit: this traceback ended nothing
+        if "Exception ignored in" in line or "--- Logging error ---" in line:
+            ignored = True  # at interpreter exit, or in a log handler: this traceback ended nothing
             continue
-        if at in code or (not open_tracebacks and not ("Err" in line or "Exc" in line or "Interrupt" in line)):
+        if at in code or (not open_tracebacks and not any(word in line for word in _OF_ERRORS)):
             continue
         name, owner = _exception(lines, at, open_tracebacks)
         if owner is not None:
             open_tracebacks.remove(owner)
+        if owner is None and exceptions and _continues(exceptions[-1], lines, at):
+            continue
         if name is not None and (owner is None or not owner.ignored):
             exceptions.append(_LoggedException(name, at, _frames_start(lines, at) if owner is None else owner.start))
     return list(exceptions)
+
+
+def _continues(exception: _LoggedException, lines: list[str], at: int) -> bool:
+    """Whether that line belongs to the message of the exception right above it, which quotes another one."""
+    return exception.at == at - 1 and lines[at - 1].endswith((":", "：")) and not CARRIES.search(exception.name)
 
 
 def _raised_in(lines: list[str], exception: _LoggedException) -> Role | None:
@@ -247,41 +190,74 @@ def _signs(lines: list[str], exceptions: list[_LoggedException], in_code: set[in
     """Failure messages near the end and near exceptions; the program survived any others."""
     count = len(lines)
     signs: deque[Sign] = deque(maxlen=_MOST_SIGNS)
-    known: dict[tuple[bool, str], str | None] = {}  # lines of different ranks differ only in numbers
-    done = 0
+    known: dict[
+        tuple[bool, Place, str], tuple[str | None, bool]
+    ] = {}  # lines of different ranks differ only in numbers
+    done, below = 0, 0
+    raised = {exception.at: exception.name for exception in exceptions}
     for begin, end in [
         *((exception.start - NEAR, exception.at + NEAR) for exception in exceptions),
         (count - NEAR, count),
     ]:
         for at in range(max(done, begin), min(end, count)):
             line = lines[at]
-            key = (at in in_code, _NUMBER.sub(_same, line))
+            if at in raised:
+                below = at + _MESSAGE_LINES if CARRIES.search(raised[at]) else 0
+            place: Place = "raised" if at in raised else "below" if at < below else "elsewhere"
+            key = (at in in_code, place, _NUMBER.sub(_same, line))
             if key not in known:
-                known[key] = frame_code_of(line) if at in in_code else _message_code(line)
-            if (code := known[key]) is not None:
-                signs.append(_sign(code, line, count - at, start_of(code, line)))
+                known[key] = (frame_code_of(line), False) if at in in_code else _message_code(line, place)
+            code, said = known[key]
+            if code in SHORTAGES and _of_another(lines, at):
+                code = "advice"
+            if code is not None:
+                signs.append(_sign(code, line, count - at, start_of(code, line), said=said))
         done = max(done, min(end, count))
     return tuple(signs)
 
 
-def _message_code(line: str) -> str | None:
-    """The code of a line that reports something; of one that only quotes or mentions a message, None or ``advice``."""
+def _message_code(line: str, place: Place) -> tuple[str | None, bool]:
+    """The code of a line, and whether it only says something about it; of a quote or a mention, None or ``advice``."""
     code = code_of(line)
     if code is None or code.startswith("frame-"):
-        return code
-    reported = without_printed_values(line)
-    if reported != line:
-        code = code_of(reported)
-    return "advice" if code is not None and is_mention(reported, start_of(code, reported)) else code
+        return code, False
+    what = worth(line, code, start_of(code, line), place)
+    if what == "quoted":
+        line = without_quotations(line)
+        if (code := code_of(line)) is None:
+            return "advice", False
+        what = worth(line, code, start_of(code, line), place)
+    if is_mention(line, start_of(code, line)):
+        return "advice", False
+    return code, what == "said" and code in _WEIGHED
+
+
+# A row of sacct, of kubectl get events, of kubectl get pods; why a container of kubectl describe ended.
+_SUBJECT = re.compile(
+    r"^\s*(\d+(?:_\d+)?)(?:[.+][^\s|]*)?[\s|].{0,99}\b(?:COMPLETED|FAILED|RUNNING|PENDING|CANCELLED|TIMEOUT|OUT_OF_ME|NODE_FAIL)"
+    r"|\s((?:pod|node|job)/[\w.-]+)\s|^([a-z][\w.-]+)\s{2,}\d+/\d+\s{2,}[A-Z]"
+    r"|^\s+\"?[Rr]eason\"?:\s+\"?(OOMKilled|Error)\b"
+)
+_ROWS = 60  # of one table, before and after a row
+
+
+def _of_another(lines: list[str], at: int) -> bool:
+    """Whether that line is a row of a table that names several jobs or pods: it does not show whose it is."""
+    own = _SUBJECT.search(lines[at], 0, 400)
+    if own is None or own.lastindex is None:
+        return False
+    kind = own.lastindex
+    rows = (_SUBJECT.search(line, 0, 400) for line in lines[max(0, at - _ROWS) : at + _ROWS])
+    return any(row is not None and row.lastindex == kind and row[kind] != own[kind] for row in rows)
 
 
 def _same(number: re.Match[str]) -> str:
     return number[0] if number[0] in NUMBERS else "0"
 
 
-def _sign(code: str, line: str, number: int, at: int) -> Sign:
+def _sign(code: str, line: str, number: int, at: int, *, said: bool = False) -> Sign:
     begin = max(0, at - _BEFORE) if len(line) > _HELD else 0
-    return Sign(code, line[begin : begin + _HELD].strip(), number, at - begin)
+    return Sign(code, line[begin : begin + _HELD].strip(), number, at - begin, said)
 
 
 def _lines(data: bytes, skipped: int) -> list[str]:
@@ -313,8 +289,10 @@ def _text(part: bytes) -> str:
 def _shape(prefix: str) -> re.Pattern[str]:
     """A pattern for the prefix of a traceback's lines; its numbers may change."""
     prefix = re.sub(rf"(?:{_BARE_NAME}|Process \S+|Exception)\s*:?\s*$", "", prefix)  # an error that quotes a traceback
-    if len(prefix) > 200 or not prefix.strip(" +|"):
+    if len(prefix) > 200:
         return re.compile("")
+    if not prefix.strip(" +|"):  # indented, or in a group of exceptions
+        return re.compile(re.escape(prefix).replace(r"\+", "[+|]"))
     return re.compile("[0-9a-fA-F]*".join(re.escape(part) for part in re.split(r"\d+", prefix.rstrip())) + " ?")
 
 
@@ -334,9 +312,13 @@ def _exception(lines: list[str], at: int, open_tracebacks: list[_Traceback]) -> 
             return match[0].rstrip(": "), one
         if one.prefix.pattern:
             return None, None  # a line of this traceback
-    if match := _BARE.match(line):
+    if match := _bare(line) or _USAGE.match(line):
         return match[1], None
     return None, None
+
+
+def _bare(line: str) -> re.Match[str] | None:
+    return _BARE.match(line, after_source(line))
 
 
 def _frames_start(lines: list[str], at: int) -> int:
@@ -363,7 +345,7 @@ def _chain_start(lines: list[str], start: int, final: set[int]) -> int:
                 break
         elif _LINK.search(line):
             linked = True  # the lines above may end a message of several lines
-        elif _ERROR.match(line) or _BARE.match(line):
+        elif _ERROR.match(line) or _bare(line):
             inside = True
         elif count - at in final:
             start = at  # another process's final message, right above
@@ -390,20 +372,20 @@ def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
 _SHOWN = 200  # characters shown of a log line
 WINDOW = 400  # lines from the end in which a message without an exception counts
 _WENT_ON = 10  # steps reported after a message: the program survived it
-_BEFORE_A_DEATH = 3  # the same, if a later line reports another kind of exit; fewer may be of other ranks or a buffer
+BEFORE_A_DEATH = 3  # the same, if a later line reports another kind of exit; fewer may be of other ranks or a buffer
 _DEATHS = frozenset({"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"})
 _EXITS = _DEATHS | {"terminated", "abort", "worker-killed", "worker-crash", "worker-gone", "gone", "fault", "assertion"}
 _POOLS = frozenset(SHORTAGES) - {"oom-kill", "oom-daemon"}  # what the program itself reports
 # What a program writes about a shortage that it handles itself.
-_HANDLED = re.compile(
-    r"(?i)\b(?:retry(?:ing)?|skipp(?:ing|ed)|falling back|halving|caught|continuing|(?<!try )reducing (?:the )?batch)\b"
-)
 _TRIES_ON = re.compile(
-    r"(?i)\b(?:retrying|(?:will |to )(?:try again|retry)|trying (?:again|with)|skipp(?:ing|ed)|falling back|halving"
+    r"(?i)续行|继续|続行|重试|再試行|跳过|スキップ|改用|\busing \S+ instead\b"
+    r"|\b(?:retrying|(?:will |to )(?:try again|retry)|trying (?:again|with)|skipp(?:ing|ed)|falling back|halving"
     r"|continuing|attempting to recover|(?<!try )reducing (?:the )?batch|keeping the)\b"
 )
 _CONTEXT = 40  # lines between an error and a frame or device name that belongs to it
-_RIGHT_ABOVE = 30  # lines between a handled shortage and an exception that it may have caused
+_RIGHT_ABOVE = 4  # lines between a handled shortage and an exception that it may have caused
+# Errors of the program's own code: none of them passes on what another exception reported.
+OWN = re.compile(r"(?:Key|Index|(?:Unbound|Name)\w*|Attribute|Type|Import|ModuleNotFound|ZeroDivision|Assertion)Error$")
 _SIGNALS_WITHOUT_MESSAGES = frozenset(
     {2, 4, 8, 9, 11, 15}
 )  # INT, ILL, FPE, KILL, SEGV, TERM: no failed allocation ends with these
@@ -444,27 +426,35 @@ class Signs:
         if last is None or _is_consequence(last) or (ending is not None and ending.signal is not None):
             return cls._of_consequence(log, live=evidence.live)
         # An exception exits with a small status. After 128 + a signal, one step shows that the program survived it.
-        steps = 1 if ending is not None and _signal_of_shell(ending.status) else _BEFORE_A_DEATH
+        steps = 1 if ending is not None and _signal_of_shell(ending.status) else BEFORE_A_DEATH
         if _died_later(log, last, steps) or (
             not evidence.live and last.code not in SHORTAGES and _survived(log, last, steps)
         ):
             return cls._of_consequence(log, steps, live=evidence.live)  # it was printed and the program continued
-        after = 0 if evidence.live else _steps_after(log, last)
+        after = 0 if evidence.live else steps_after(log, last)
         done = not evidence.live and _done_after(log, last)
+        printed = not evidence.live and _printed_at_the_end(log, last)
         # After an exception that left the script: standard output that was held back, other ranks, a batch script.
         own = log.raised_in == "main"
         if (done and (after or not own)) or (last.code in _POOLS and after >= _outlived(log, last) and not own):
             return cls._of_consequence(log, steps)
         reach = log.chain_from or last.number
-        counting = tuple(sign for sign in log.signs if sign.number <= reach)
-        later = _death_after(log, last, _DEATHS, 1) if last.code in SHORTAGES and not evidence.live else None
+        other = last.code not in SHORTAGES
+        if other and not evidence.live and OWN.match(last.code):
+            reach = log.own_from or reach  # raised while the program handled what is above
+        counting = tuple(sign for sign in log.signs if sign.number <= reach and not (other and sign.said))
+        later = None
+        if last.code in SHORTAGES and not evidence.live:
+            later = _death_after(log, last, _DEATHS, 1)
+            if later is None and log.raised_in is None and log.own_from != last.number:
+                later = _death_after(log, last, frozenset({"ended-by"}), 0)  # no script ended at this traceback
         return cls(
             counting, last, ignores_messages=False, handled=_right_above(log, reach), later_death=later,
-            doubted=last.code in _POOLS and bool(after or done),
+            doubted=last.code in _POOLS and bool(after or done or printed),
         )  # fmt: skip
 
     @classmethod
-    def _of_consequence(cls, log: LogFacts, steps: int = _BEFORE_A_DEATH, *, live: bool = False) -> Signs:
+    def _of_consequence(cls, log: LogFacts, steps: int = BEFORE_A_DEATH, *, live: bool = False) -> Signs:
         own = [error for error in log.errors if not _is_consequence(error) and not _survived(log, error, steps)]
         own = [error for error in own if not _went_on(log, error, live=live)]
         if not live and log.last_error is not None and _done_after(log, log.last_error):
@@ -503,17 +493,24 @@ def _signal_of_shell(status: int | None) -> bool:
     return status is not None and status - 128 in _SIGNALS_WITHOUT_MESSAGES
 
 
-def _survived(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:
+def _survived(log: LogFacts, sign: Sign, steps: int = BEFORE_A_DEATH) -> bool:
     """Whether the program continued after that line."""
     return _died_later(log, sign, steps) or sum(number < sign.number for number in log.progress) >= _WENT_ON
 
 
-def _steps_after(log: LogFacts, sign: Sign) -> int:
+def steps_after(log: LogFacts, sign: Sign) -> int:
     return sum(number < sign.number for number in log.progress)
 
 
 def _done_after(log: LogFacts, sign: Sign) -> bool:
     return log.done is not None and log.done.number < sign.number
+
+
+def _printed_at_the_end(log: LogFacts, error: Sign) -> bool:
+    """Whether that line has no traceback and the run had ended: it may be a sample, or a model's answer."""
+    if log.own_from != error.number or log.done is None or log.done.number < error.number:
+        return False
+    return not any(error.number < number < log.done.number for number in log.progress)
 
 
 def _went_on(log: LogFacts, sign: Sign, *, live: bool) -> bool:
@@ -522,37 +519,48 @@ def _went_on(log: LogFacts, sign: Sign, *, live: bool) -> bool:
     The line itself says so, or a step or the end of the run follows. The latter counts in a log alone: the last
     lines of a program that is known to have failed are held-back output or of other ranks.
     """
-    if sign.code not in _POOLS:
+    of_program = sign.code in _POOLS
+    if not of_program and (live or sign.code not in SHORTAGES):
         return False
-    exits = (error.number for error in log.errors if error.code not in _POOLS)
-    deaths = (one.number for one in log.signs if one.code in _EXITS)
-    if any(number < sign.number for number in (*exits, *deaths)):
+    exits = (error.number for error in log.errors if error.code not in (_POOLS if of_program else SHORTAGES))
+    kinds = _EXITS if of_program else _EXITS - set(SHORTAGES)
+    deaths = (one.number for one in log.signs if one.code in kinds)
+    exit_at = max((number for number in (*exits, *deaths) if number < sign.number), default=0)
+    if exit_at and live:
         return False
     if _TRIES_ON.search(sign.line):
         return True
-    return not live and _goes_on_below(log, sign)
+    return not live and _goes_on_below(log, sign, exit_at)
+
+
+def _recorded(sign: Sign) -> bool:
+    """Whether a kernel, a scheduler or a daemon reports it: the process is dead, the others may go on for a while."""
+    return sign.code not in _POOLS and not sign.said
 
 
 def _outlived(log: LogFacts, sign: Sign) -> int:
     """So many steps after that line show that the program went on: one, or more after a traceback."""
-    error = any(one.number == sign.number for one in log.errors)
+    error = _recorded(sign) or any(one.number == sign.number for one in log.errors)
     printed = log.last_error is not None and log.last_error.number == sign.number == log.chain_from
-    return _BEFORE_A_DEATH if error and not printed else 1
+    return BEFORE_A_DEATH if error and not printed else 1
 
 
-def _goes_on_below(log: LogFacts, sign: Sign) -> bool:
-    return _done_after(log, sign) or _steps_after(log, sign) >= _outlived(log, sign)
+def _goes_on_below(log: LogFacts, sign: Sign, exit_at: int) -> bool:
+    """Whether the program went on after that line, before the exit at that line."""
+    between = sum(exit_at < number < sign.number for number in log.progress)
+    done = log.done is not None and exit_at < log.done.number < sign.number
+    return done or between >= (_WENT_ON if exit_at and _recorded(sign) else _outlived(log, sign))
 
 
-def _died_later(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:
+def _died_later(log: LogFacts, sign: Sign, steps: int = BEFORE_A_DEATH) -> bool:
     """Whether the program continued and a later line reports another kind of exit.
 
     So many steps between them suffice, or that the line itself says that the shortage was handled.
     """
     if sign.code in _DEATHS:
         return False
-    handled = sign.code in SHORTAGES and _HANDLED.search(sign.line) is not None
-    deaths = _DEATHS | {"terminated"} if handled or steps < _BEFORE_A_DEATH else _DEATHS
+    handled = sign.code in SHORTAGES and _TRIES_ON.search(sign.line) is not None
+    deaths = _DEATHS | {"terminated"} if handled or steps < BEFORE_A_DEATH else _DEATHS
     return _death_after(log, sign, deaths, 0 if handled else steps) is not None
 
 
@@ -565,11 +573,13 @@ def _death_after(log: LogFacts, sign: Sign, deaths: frozenset[str], steps: int) 
 
 
 def _right_above(log: LogFacts, reach: int) -> Sign | None:
+    alive = (*log.progress, log.done.number if log.done else 0)
     above = [
         sign
         for sign in log.signs
         if reach < sign.number <= reach + _RIGHT_ABOVE and sign.code in SHORTAGES
-        if not any(reach <= number < sign.number for number in log.progress)
+        if not sign.said or sign.at <= after_source(sign.line)
+        if not any(reach <= number < sign.number for number in alive)
     ]
     return above[-1] if above else None
 

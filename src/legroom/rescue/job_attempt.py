@@ -2,6 +2,13 @@
 
 Killing a process does not free tmpfs. Shared-memory files that the job left in /dev/shm are removed before the next
 attempt; files of others and files that were there before stay.
+
+A job that hangs waits for a batch that did not fit. A torch >= 2.10 worker whose queue thread cannot get shared memory
+prints a traceback, drops the batch and continues. The trainer waits for that batch forever. No process exits, so no
+exit status shows it. Healthy jobs also wait for minutes, for a peer or a disk. A job counts as hanging only if all of
+these hold: its DataLoader workers are alive; its own processes hold about half of /dev/shm or more (63 to 99 % measured
+with batches of 9 to 40 MB in 64 MB), or have a segment open without pages that is larger than what is free; and the
+allocation error is near the end of its output. job_sampling.py measures for how long a job has been idle.
 """
 
 from __future__ import annotations
@@ -13,26 +20,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
+from legroom.probe.filesystems_and_cgroups import DiskLevels
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import client_name
-from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
+from legroom.probe.shm_segments import SHM, Segments
+from legroom.records.failure import Attempt, Evidence, LogFacts, OomCount, Reading, Verdict
 from legroom.records.loader_settings_and_flags import LoaderSettings
-from legroom.records.machine import Machine
+from legroom.records.machine import Level, Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, reported_killed
-from legroom.rescue.find_failures_in_log import facts_of, killed_in, named_paths
-from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
-from legroom.rescue.job_sampling import (
-    DiskLevels,
-    GpuReader,
-    JobAlarms,
-    JobSampler,
-    StallDetector,
-    cpu_seconds,
-    recent_rate,
-    seconds_unread,
-    worst_stall,
-)
-from legroom.rescue.job_shm_files import JobShmFiles, hangs_on_shm, held_shm, refused_shm
+from legroom.rescue.find_failures_in_log import WINDOW, facts_of, killed_in, named_paths
+from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground, loader_replaceable
+from legroom.rescue.job_sampling import GpuReader, JobAlarms, JobSampler, JobShmFiles, StallDetector, cpu_seconds
 from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines
@@ -43,6 +41,7 @@ _DRAIN = 2.0  # seconds for the last output after the end
 _WATCHED = 2.0  # seconds after which a job of which no child process was seen is known to have none
 _STALL_EVERY = 2.0  # seconds between stall checks
 _STALL_GRACE = 5.0  # seconds from SIGTERM to SIGKILL for a stalled job
+_HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
 _PASSED_ON = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
@@ -190,6 +189,30 @@ class EvidenceCollector:
         )
 
 
+def recent_rate(history: list[Reading]) -> float | None:
+    """Bytes per second swapped in over the last ten seconds."""
+    known = [reading for reading in history if reading.swapped_back is not None]
+    if len(known) < 2:
+        return None
+    end = known[-1]
+    start = next((one for one in known if one.when >= end.when - 10.0), known[0])
+    if end.when - start.when < 0.5:
+        return None
+    return ((end.swapped_back or 0) - (start.swapped_back or 0)) / (end.when - start.when)
+
+
+def worst_stall(history: list[Reading]) -> float | None:
+    """The worst PSI average of the last 15 seconds."""
+    recent = (one.stalled for one in history if one.when >= history[-1].when - 15.0)
+    return max((stalled for stalled in recent if stalled is not None), default=None)
+
+
+def seconds_unread(history: list[Reading], pool: str) -> float | None:
+    """Seconds from a pool's last sample to the end; None if it was never sampled."""
+    samples = [one.when for one in history if pool in one.levels]
+    return history[-1].when - samples[-1] if samples else None
+
+
 @dataclass
 class RunningAttempt:
     """One attempt of the job."""
@@ -208,6 +231,7 @@ class RunningAttempt:
     _output: JobOutput = field(default_factory=JobOutput)
     _deadline: float | None = None
     _unread: bool = False  # reading the job's resources failed
+    _loader_replaceable: bool = True  # by Legroom's
     _typed: bool = False  # we were the terminal's foreground group when that signal arrived
     _had_terminal: bool = False  # the job was the terminal's foreground group
 
@@ -216,6 +240,7 @@ class RunningAttempt:
     ) -> Attempt:
         """Start the job, wait for its end, and return the attempt with its verdict."""
         self._output = JobOutput(stdout=self.options.stdout)
+        self._loader_replaceable = loader_replaceable(environment)
         streams = self._output.open()
         sampler = JobSampler(self.host, self.cgroup, list)
         self.shm_files = sampler.shm_files
@@ -355,6 +380,7 @@ class RunningAttempt:
             stalled_on=self.stalled_on,
             held_shm=self.held_shm,
             keyboard=self._by_keyboard(ending, log),
+            loader_replaceable=self._loader_replaceable,
         )
         return with_fixes(classify(evidence), evidence, self.machine), evidence
 
@@ -383,3 +409,53 @@ class RunningAttempt:
             self._child.resume()
         else:
             self._child.signal(number)
+
+
+def held_shm(host: Host, pids: Sequence[int]) -> int | None:
+    """Bytes of /dev/shm that these processes map or have open; None if unreadable."""
+    if not pids:
+        return 0
+    segments = Segments.of(host, pids[0])
+    inodes: set[int] = set()
+    for pid in pids:
+        held = segments.of_process(pid)
+        if held is None:
+            return None
+        inodes |= held.inodes
+    return segments.total(inodes)
+
+
+def refused_shm(host: Host, pids: Sequence[int]) -> int:
+    """Bytes without pages of the largest /dev/shm segment that these processes have open: a failed allocation.
+
+    torch sets the file size before it allocates pages, and keeps a file whose allocation failed.
+    """
+    most = 0
+    for pid in pids:
+        folder = host.path(f"/proc/{pid}/fd")
+        try:
+            names = os.listdir(folder)
+        except OSError:  # exited, or not readable
+            continue
+        for name in names:
+            # Read the link before stat: stat on a dead network file system would hang.
+            if (host.link(f"/proc/{pid}/fd/{name}") or "").startswith(SHM + "/"):
+                try:
+                    found = os.stat(folder / name)
+                except OSError:
+                    continue
+                most = max(most, found.st_size - found.st_blocks * 512)
+    return most
+
+
+def hangs_on_shm(level: Level | None, held: int | None, log: LogFacts, *, loader: bool, refused: int = 0) -> bool:
+    """Whether an idle job waits for a batch that did not fit into /dev/shm. Pure.
+
+    ``refused``: bytes of the job's own segment that got no pages. A segment larger than what is free cannot fit,
+    however little the job holds.
+    """
+    if not loader or level is None or held is None:
+        return False
+    if held < level.size * _HELD_SHARE and refused <= level.size - level.used:
+        return False
+    return any(sign.code == "shm" and sign.number <= WINDOW for sign in log.signs)

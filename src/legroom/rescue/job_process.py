@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import stat_fields
@@ -44,41 +42,6 @@ _BECOME = 'exec "$@"'
 _GONE_WITHIN = 10.0
 _CHUNK = 1 << 16
 _STEP = 0.1  # seconds of forwarding before a deadline is checked
-
-
-def find_command(word: str) -> str:
-    """The path of that command; raises if it cannot be run."""
-    found = shutil.which(word)
-    if found is not None:
-        return found
-    if os.path.exists(word):
-        if os.path.isdir(word):
-            raise CommandNotRunnable(
-                say("cannot run {word}", word=word),
-                why=say("it is a directory"),
-                fix=(say("name the program or script in it that you want to run"),),
-            )
-        raise CommandNotRunnable(
-            say("cannot run {word}", word=word),
-            why=say("it is not executable"),
-            fix=(
-                say(
-                    "make it executable with chmod +x, or name its interpreter:\nlegroom run -- python {word} …",
-                    word=word,
-                ),
-            ),
-        )
-    if len(words := word.split()) > 1 and shutil.which(words[0]) is not None:
-        raise CommandNotFound(
-            say("command not found: {word}", word=word),
-            why=say("the whole command is one quoted word"),
-            fix=(say("remove the quotes:\nlegroom run -- {command}", command=word),),
-        )
-    raise CommandNotFound(
-        say("command not found: {word}", word=word),
-        why=say("it is not a file and not in any directory of PATH"),
-        fix=(say("check the spelling or give its path. The command comes after --:\nlegroom run -- python …"),),
-    )
 
 
 @dataclass

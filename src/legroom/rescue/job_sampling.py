@@ -1,8 +1,14 @@
-"""Sample the memory pools of a running job: /dev/shm, RAM, swap, descriptors, GPUs, disks; its idle time; raise alarms.
+"""Sample a running job: its memory pools, its files in /dev/shm, its idle time; raise alarms.
 
 The OOM counter and /dev/shm are read up to 50 times a second, because a loader fills /dev/shm within one batch. The
 other pools are read every second or two. The history keeps each reading of the last minute and thins older ones, so a
 run of days ends with a few thousand.
+
+Other jobs of the same user have files in /dev/shm, too, under names that do not show whose they are, and a file that no
+process uses may be on its way from one process to another. So a file counts as the job's only if one of its processes
+was seen to use it, or is named in it: torch writes its creator's pid into the name. In a container that pid alone
+proves nothing, because another container with the same /dev/shm has the same pids. A file that appears and loses its
+users between two samples may stay; `legroom doctor` lists it.
 
 Alarms follow the rules of `legroom watch`. Its own sampler lists every process of the machine; here the job's processes
 are known, and a sample takes 0.6 ms instead of 4.3 (one process among eighty).
@@ -10,9 +16,9 @@ are known, and a sample takes 0.6 ms instead of 4.3 (one process among eighty).
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -22,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.copy_on_write import WorkerCopies
-from legroom.probe.filesystems_and_cgroups import Cgroup, cgroup, mounts
+from legroom.probe.filesystems_and_cgroups import Cgroup, cgroup
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
@@ -36,12 +42,14 @@ from legroom.probe.ram_swap_and_pressure import (
     rate,
     read_swap_counters,
 )
-from legroom.records.failure import Level, Reading
+from legroom.probe.runtime_environment import in_initial_namespace
+from legroom.probe.shm import kind_of, maker_of, shm
+from legroom.probe.shm_segments import SHM, Segments, file_at
+from legroom.records.failure import Reading
 from legroom.records.finding_and_alarm import Alarm
-from legroom.records.machine import Gpus, MemoryEvents, Pool
+from legroom.records.machine import Gpus, Level, MemoryEvents, Pool
 from legroom.records.watch_sample import ProcessRow, Sample
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
-from legroom.rescue.job_shm_files import JobShmFiles
 from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
@@ -49,23 +57,91 @@ PAUSES = ((5.0, 0.02), (30.0, 0.05), (float("inf"), 0.1))
 SLOW = ((60.0, 1.0), (float("inf"), 2.0))  # between samples of the other pools
 _GPU_EVERY = 5.0
 _MOST = 4000
-_SHM = "/dev/shm"
 _PRESSURE = "/proc/pressure/memory"
 _MOST_PROCESSES = 64  # whose descriptors are counted
 _FIND_GROUP_EVERY = 30  # reads of RAM between searches for the cgroup: a process may be moved
-_EVERY = 1.0
-_MAPS_EVERY = 10.0  # listing a torch process's thousand mappings takes a millisecond
-_MOST_CWDS = 8
-_MOST_MOUNTS = 200
-# Their space is read without a server that may not answer.
-_LOCAL = frozenset({"tmpfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "bcachefs", "vfat"})
-_FULL = 0.98
-_WRITABLE = re.compile(r"^\S+ rw.s \S+ \S+ \d+ +(/(?!dev/|memfd:|SYSV).*)$", re.M)
-_DELETED = " (deleted)"
 _MOST_KEPT = 100
+_SHARE = 0.02  # of one core, for looking at new files
+_AGAIN = 1.0  # seconds until files without a known user are looked up again
 _LONGEST_COMMAND = 160
 _IDLE = 0.02  # of one core: polling loops use less, real work uses more
 _TICKS = 100
+
+
+class JobShmFiles:
+    """The files in /dev/shm that a job was seen to use."""
+
+    def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic) -> None:
+        self._host, self._clock = host, clock
+        self._before = frozenset(host.names(SHM))
+        self._pids_are_unique = bool(in_initial_namespace(host, "pid"))
+        self._segments: Segments | None = None
+        self._processes: set[int] = set()  # all that the job has had
+        self._used: set[str] = set()
+        self._others: set[str] = set()  # looked up, and used by none of the job's processes so far
+        self._next = self._again = clock()
+
+    def add_processes(self, pids: Iterable[int]) -> None:
+        """Add processes of the job."""
+        self._processes.update(pids)
+
+    def update(self, pids: Callable[[], Sequence[int]]) -> None:
+        """Look up the users of files that are new; ``pids`` are the job's processes."""
+        began = self._clock()
+        if began < self._next:
+            return
+        if began >= self._again:
+            self._again = began + _AGAIN
+            self._others.clear()
+        names = self._new_names()
+        self._used &= names
+        unknown = names - self._used - self._others
+        if unknown:
+            present = pids()
+            self.add_processes(present)
+            self._used |= self._held(unknown, present)
+            self._others |= unknown - self._used
+        self._next = self._clock() + (self._clock() - began) / _SHARE
+
+    def remove(self) -> int:
+        """Remove those of them that no process uses, after the job's processes have ended; the bytes freed."""
+        named = {name for name in self._new_names() if self._names_a_process(name)}
+        freed = 0
+        if not named and not self._used & self._new_names():
+            return freed
+        for file in shm(self._host).files:
+            if file.owner != self._host.uid or file.mapped:
+                continue
+            # Whether torch's file is used can be unknown while another job's manager runs: the name tells.
+            if file.name in named or (file.name in self._used and file.mapped is False):
+                with contextlib.suppress(OSError):
+                    os.unlink(self._host.path(f"{SHM}/{file.name}"))
+                    freed += file.size
+        return freed
+
+    def _new_names(self) -> set[str]:
+        """Files of torch and Python that were not there before the job."""
+        names = set(self._host.names(SHM)) - self._before
+        return {name for name in names if maker_of(name) is not None or kind_of(name) == "python"}
+
+    def _names_a_process(self, name: str) -> bool:
+        return self._pids_are_unique and maker_of(name) in self._processes
+
+    def _held(self, names: set[str], pids: Sequence[int]) -> set[str]:
+        """Those that one of the processes maps or has open."""
+        if self._segments is None:
+            self._segments = Segments.of(self._host)
+        segments = self._segments
+        segments.sizes.clear()  # of no use here, and there are new ones in every batch
+        files = [(name, file_at(self._host, f"{segments.path}/{name}")) for name in names]
+        left = {file.inode: name for name, file in files if file is not None}
+        found: set[str] = set()
+        for pid in pids:
+            for read in (segments.opened, segments.mapped):
+                if not left:
+                    return found
+                found |= {name for inode in read(pid) or () if (name := left.pop(inode, None)) is not None}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +232,7 @@ class JobSampler:
 
     def shm(self) -> Level | None:
         """/dev/shm now."""
-        room = self.host.disk_space(_SHM)
+        room = self.host.disk_space(SHM)
         return None if room is None or not room.size else Level(room.used, room.size)
 
     def kills(self) -> int | None:
@@ -288,141 +364,6 @@ def _levels(found: Gpus) -> GpuLevels:
 
 def _by_age(steps: tuple[tuple[float, float], ...], age: float) -> float:
     return next(pause for until, pause in steps if age < until)
-
-
-def recent_rate(history: list[Reading]) -> float | None:
-    """Bytes per second swapped in over the last ten seconds."""
-    known = [reading for reading in history if reading.swapped_back is not None]
-    if len(known) < 2:
-        return None
-    end = known[-1]
-    start = next((one for one in known if one.when >= end.when - 10.0), known[0])
-    if end.when - start.when < 0.5:
-        return None
-    return ((end.swapped_back or 0) - (start.swapped_back or 0)) / (end.when - start.when)
-
-
-def worst_stall(history: list[Reading]) -> float | None:
-    """The worst PSI average of the last 15 seconds."""
-    recent = (one.stalled for one in history if one.when >= history[-1].when - 15.0)
-    return max((stalled for stalled in recent if stalled is not None), default=None)
-
-
-def seconds_unread(history: list[Reading], pool: str) -> float | None:
-    """Seconds from a pool's last sample to the end; None if it was never sampled."""
-    samples = [one.when for one in history if pool in one.levels]
-    return history[-1].when - samples[-1] if samples else None
-
-
-@dataclass
-class DiskLevels:
-    """How full the disks are that the job writes to, each at its peak.
-
-    A thread reads them, so that a network file system that does not answer blocks nothing else. Peaks are kept: a
-    temporary file disappears with the process that filled the disk.
-    """
-
-    host: Host
-    folders: Iterable[str]
-    pids: Callable[[], list[int]] = list  # the job's processes
-    _peaks: dict[int, tuple[str, Level]] = field(default_factory=dict)  # by device
-    full_before: dict[str, Level] = field(default_factory=dict)  # other disks, full at the start and at the end
-    _named: tuple[str, ...] = ()
-    _before: dict[int, int] = field(default_factory=dict)  # bytes used at the start, by device; other mounts too
-    _mapped: tuple[str, ...] = ()
-    _maps_at: float = float("-inf")
-    _stop: threading.Event = field(default_factory=threading.Event)
-    reason: str | None = None  # why no disk is read
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start reading."""
-        self._thread = start_daemon_thread(self._run, "legroom-disks")
-        if self._thread is None:
-            self.reason = say("disk usage: {why}", why=why_no_thread())
-
-    def finish(self, within: float = 1.0, named: Iterable[str] = ()) -> dict[str, Level]:
-        """Each disk's peak, by directory, including its present level if it is read within that time.
-
-        ``named``: paths in the job's last messages. Their disks are read, too, and every local disk that became full
-        meanwhile: a file may be written and the job be gone between two readings.
-        """
-        self._named = tuple(named)
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(within)
-        return dict(list(self._peaks.values()))
-
-    def _run(self) -> None:
-        self._before = {device: level.used for device, (_, level) in self._local_disks().items()}
-        while not self._stop.wait(_EVERY):
-            self._read()
-        self._finish_reading()
-
-    def _finish_reading(self) -> None:
-        """Read once more: the disks of paths that the job named, and local disks that are full now."""
-        self.folders = (*filter(None, map(_existing_folder, self._named)), *self.folders)
-        self._read()
-        for device, (point, level) in self._local_disks().items():
-            if level.share >= _FULL and device not in self._peaks:
-                if level.used > self._before.get(device, 0):
-                    self._peaks[device] = (point, level)
-                else:
-                    self.full_before[point] = level
-
-    def _local_disks(self) -> dict[int, tuple[str, Level]]:
-        """The mounted local disks, by device; not /dev/shm, which is sampled by itself."""
-        found: dict[int, tuple[str, Level]] = {}
-        for mount in mounts(self.host)[-_MOST_MOUNTS:]:
-            inside = mount.point == _SHM or mount.point.startswith(("/dev/", "/proc/", "/sys/", "/run/"))
-            if mount.kind not in _LOCAL or "ro" in mount.options or inside:
-                continue
-            read = self._level(mount.point)
-            if read is not None:
-                found.setdefault(read[0], (mount.point, read[1]))
-        return found
-
-    def _level(self, folder: str) -> tuple[int, Level] | None:
-        """The device of a directory and how full it is."""
-        room = self.host.disk_space(folder)
-        if room is None or not room.size:
-            return None
-        try:
-            device = os.stat(self.host.path(folder)).st_dev
-        except OSError:
-            return None
-        # Blocks reserved for root do not count: a disk is full when nothing is free for us.
-        return device, Level(room.size - room.free, room.size)
-
-    def _read(self) -> None:
-        pids = self.pids()[:_MOST_CWDS]
-        if time.monotonic() - self._maps_at >= _MAPS_EVERY:
-            self._maps_at = time.monotonic()
-            self._mapped = tuple(dict.fromkeys(folder for pid in pids for folder in mapped_folders(self.host, pid)))
-        places = (self.host.link(f"/proc/{pid}/cwd") for pid in pids)
-        for folder in dict.fromkeys((*self.folders, *(place for place in places if place), *self._mapped)):
-            if (read := self._level(folder)) is None:
-                continue
-            device, level = read
-            old = self._peaks.get(device)
-            if old is None or level.share >= old[1].share:
-                self._peaks[device] = (old[0] if old else folder, level)
-
-
-def _existing_folder(path: str) -> str | None:
-    """The path, or the nearest directory above it; None if not even the first one exists here."""
-    while path != "/" and not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return None if path == "/" else path
-
-
-def mapped_folders(host: Host, pid: int) -> list[str]:
-    """Directories of files that a process maps for writing."""
-    found = []
-    for match in _WRITABLE.finditer(host.text(f"/proc/{pid}/maps") or ""):
-        if not match[1].endswith(_DELETED):
-            found.append(os.path.dirname(match[1]))
-    return found
 
 
 @dataclass

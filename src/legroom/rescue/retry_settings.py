@@ -10,8 +10,9 @@ What is lowered after a failure, one step at a time:
 Cheapest first: prefetch and workers cost at most speed, low-memory data costs disk reads, a smaller micro-batch costs
 GPU speed. Each step changes one thing, so that the report shows which change helped, and keeps the effective batch.
 Settings that cannot help are not changed: workers use no GPU memory. If the training process itself was OOM-killed
-or failed to allocate, prefetch and workers come last. torch refuses no combination: prefetch_factor and
-persistent_workers need a worker. The loader is replaced only after shm-full, when no setting is left.
+or failed to allocate, prefetch and workers come last. So they do where no worker process was seen: a number of workers
+may be one of threads. torch refuses no combination: prefetch_factor and persistent_workers need a worker. The loader
+is replaced only after shm-full, when no setting is left.
 
 `within_limits` derives the settings of a later run from what an earlier run of the same command had to lower.
 """
@@ -28,6 +29,7 @@ from legroom.errors import UsageError
 from legroom.messages import listed, say
 from legroom.records.failure import Cause, Verdict
 from legroom.records.loader_settings_and_flags import ALIASES, Flag, LoaderSettings, training_flags
+from legroom.system.argument_checks import check_integer
 
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")
@@ -68,6 +70,8 @@ def parse_named(text: str) -> NamedFlag:
             why=say("NAME must be one of {names}", names=listed(SHORT_NAMES.get(one, one) for one in SETTINGS)),
             fix=(say("for example batch=--my-batch, or accumulation=--accum_iter=16 if 16 is the script's default"),),
         )  # fmt: skip
+    if equals and setting not in _SWITCHES and _number(value) is None:
+        check_integer(f"--flag {name}", value, 1)  # raises; a default that is ignored would be no less wrong
     return NamedFlag(setting, spelling, value if equals else None)
 
 
@@ -266,11 +270,19 @@ def next_step(
         cause = verdict.likely[0].cause
     if cause not in _ORDER:
         return _stop(_why_nothing_helps(verdict.cause))
-    useless = settings.changeable & verdict.without_effect
+    # Of threads, where the script was given a number: they are tried when nothing else is left.
+    last = frozenset(name for name in settings.changeable & verdict.of_threads if getattr(settings, name) is not None)
+    useless = settings.changeable & (verdict.without_effect | (verdict.of_threads - last))
     settings = replace(settings, changeable=settings.changeable - useless)
     killed = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
     trainer = killed or (cause == "ram-allocation" and verdict.refused == "main")
-    step = _first_that_works(cause, settings, descriptors_raised, trainer=trainer)
+    others = replace(settings, changeable=settings.changeable - last)
+    step = _first_that_works(cause, others, descriptors_raised, trainer=trainer)
+    if last and step.stop:
+        lower = next((one for name in ("prefetch_factor", "num_workers") if (one := _lower(name, settings))), None)
+        if lower is not None:
+            why = say("{why} (no worker processes were seen: this helps only if it sets threads)", why=lower.why)
+            step = replace(lower, why=why)
     if step.stop and useless and not settings.changeable:
         names = listed(SHORT_NAMES.get(name, name) for name in sorted(useless))
         return _stop(say("{names} had no influence on what ran out, and no other setting can be lowered", names=names))

@@ -27,8 +27,9 @@ from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings_and_flags import VARIABLE, LoaderSettings, from_environment, to_environment
 from legroom.records.machine import Machine
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
+from legroom.rescue.find_command import find_command
 from legroom.rescue.job_attempt import RunningAttempt, RunOptions, working_directory
-from legroom.rescue.job_process import find_command, loader_replaceable, with_loader
+from legroom.rescue.job_process import loader_replaceable, with_loader
 from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
 from legroom.rescue.retry_settings import (
     SETTINGS,
@@ -282,6 +283,9 @@ class Supervisor:
         self.print_line(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
         for line in verdict.evidence:
             self.print_line(say("  why: ") + line)
+        for one in verdict.likely:
+            if one.cause != verdict.cause:
+                self.print_line(say("  or:  ") + f"{one.cause}: {one.why}")
         for step in verdict.fix:
             # A command is alone on its line, without the `legroom:` prefix, so that it can be pasted.
             self.print_line(step_label(step) + step.replace("\n", "\n" + _BELOW))
@@ -349,7 +353,8 @@ def _settings(lowered: LoaderSettings, asked: LoaderSettings, attempts: Sequence
         text = f"{_PRINTED.get(name, name)} {_shown(value)}"
         if name == "num_workers" and value == 0 and attempts[-1].had_workers:
             text = say("{setting} (ignored by the job: it had DataLoader workers)", setting=text)
-        elif name in _IN_ENVIRONMENT and getattr(last, name) is None:
+        elif name in _IN_ENVIRONMENT and getattr(last, name) is None and not (before is True and value is False):
+            # A switch is turned off by taking its flag off the command line.
             text = say("{setting} (only in {variable}, which the script may not read)", setting=text, variable=VARIABLE)
         elif before is not None:
             text = say("{setting} (was {before})", setting=text, before=_shown(before))

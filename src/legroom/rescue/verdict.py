@@ -24,6 +24,7 @@ from legroom.units import format_size
 
 LOG_ALONE = 0.85
 _DOUBTED = 0.7  # something follows the error that a dead program does not print
+_SAID = 0.6  # a line only contains the words: it is not the message of what ended the job, watched or not
 _OTHER_ENDS: frozenset[Cause] = frozenset({"unknown", "not-memory", "killed", "worker-killed", "ram-oom-kill"})
 _LEAST_SHM = 512 << 20
 _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
@@ -119,7 +120,7 @@ _CONFIRM: dict[Cause, str] = {
 def classify(evidence: Evidence) -> Verdict:
     """The verdict on that evidence; `with_fixes` adds the fixes for this machine."""
     signs = Signs.of(evidence)
-    result = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
+    result = _first(evidence, signs)
     if evidence.log.not_a_log is not None:
         summary = say("the file is not the log of a job, so its text is not evidence of a failure.")
         result = unknown((evidence.log.not_a_log,), "ram-oom-kill", "killed", "not-memory", summary=summary)
@@ -127,6 +128,12 @@ def classify(evidence: Evidence) -> Verdict:
         result = _either(result, signs.later_death)
     if signs.doubted and result.cause not in _OTHER_ENDS:
         result = _doubted(result, evidence)
+    said = result.lines[0] in {quoted_line(sign) for sign in evidence.log.signs if sign.said}
+    if said and not _measured(result.cause, evidence):
+        messages = tuple(sign for sign in signs.counting if not sign.said)
+        plain = _first(evidence, replace(signs, counting=messages))
+        proven = plain.confidence > _DOUBTED and plain.cause != "not-memory"
+        result = plain if proven else _at_most(_SAID, result)
     confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
     lines, victim = (*result.lines, exit_line(evidence.ending)), None  # a rule may have put it first
     if result.cause != "ram-oom-kill":
@@ -135,6 +142,7 @@ def classify(evidence: Evidence) -> Verdict:
         lines = (*lines, *evidence.unknown)
     elif evidence.oom is not None and evidence.oom.victims and result.cause == "ram-oom-kill":
         victim = evidence.oom.victims[0]
+    likeliest = result.likely[0] if result.cause == "unknown" and result.likely else result.cause
     return Verdict(
         cause=result.cause,
         confidence=round(confidence, 2),
@@ -144,23 +152,41 @@ def classify(evidence: Evidence) -> Verdict:
         victim=victim,
         refused=_refused(evidence) if result.cause == "ram-allocation" else None,
         too_large=_too_large(evidence, _ram_seen(evidence)) if result.cause == "ram-allocation" else None,
-        without_effect=_without_effect(
-            result.likely[0] if result.cause == "unknown" and result.likely else result.cause, evidence
-        ),
+        without_effect=(without := _without_effect(likeliest, evidence)),
+        of_threads=_of_threads(likeliest, evidence) - without,
     )
 
 
+def _measured(cause: Cause, evidence: Evidence) -> bool:
+    """Whether a level that was read shows what ran out. GPU memory and RAM are often nearly full without a failure."""
+    if cause == "disk-full":
+        return bool(verdict_from_log.full_disks(evidence))
+    level = {"shm-full": verdict_from_log.fullest_shm(evidence), "fds-exhausted": evidence.peaks.get("fds")}.get(cause)
+    return level is not None and level.share >= verdict_from_log.FULL
+
+
+def _first(evidence: Evidence, signs: Signs) -> RuleResult:
+    return next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
+
+
 _OF_WORKERS = frozenset({"prefetch_factor", "num_workers"})
+_OF_RAM = ("ram-oom-kill", "ram-allocation", "swap-thrash")
 
 
 def _without_effect(cause: Cause, evidence: Evidence) -> frozenset[str]:
     """Settings whose lowering cannot help against that failure."""
-    if cause in ("ram-oom-kill", "ram-allocation", "swap-thrash"):
+    if cause in _OF_RAM:
         too_large = cause == "ram-allocation" and _too_large(evidence, _ram_seen(evidence)) is not None
-        return _OF_WORKERS if _no_workers(evidence) or too_large else frozenset()
+        leak = _no_workers(evidence) and grew_to_the_end(evidence)
+        return _OF_WORKERS if leak or too_large else frozenset()
     if cause == "fds-exhausted" and verdict_from_log.held_as(evidence) == "files":
         return _OF_WORKERS  # each process has its own limit
     return frozenset()
+
+
+def _of_threads(cause: Cause, evidence: Evidence) -> frozenset[str]:
+    """Settings that used RAM only if they are those of threads: there were no worker processes."""
+    return _OF_WORKERS if cause in _OF_RAM and _no_workers(evidence) else frozenset()
 
 
 def _no_workers(evidence: Evidence) -> bool:
@@ -184,14 +210,21 @@ def _doubted(result: RuleResult, evidence: Evidence) -> RuleResult:
     """A shortage left the script, and a step or a report of success follows: it may have gone on."""
     done, last = evidence.log.done, evidence.log.last_error
     line = (quoted_line(done),) if done and last and done.number < last.number else ()
-    likely = tuple(dict.fromkeys((result.cause, *result.likely, "not-memory")))
-    return result._replace(confidence=min(result.confidence, _DOUBTED), lines=(*result.lines, *line), likely=likely)
+    return _at_most(_DOUBTED, result._replace(lines=(*result.lines, *line)))
+
+
+def _at_most(confidence: float, result: RuleResult) -> RuleResult:
+    """The result with at most that confidence, and the causes that are possible too."""
+    if result.cause == "unknown":
+        return result
+    likely: tuple[Cause, ...] = tuple(dict.fromkeys((result.cause, *result.likely, "not-memory")))
+    return result._replace(confidence=min(result.confidence, confidence), likely=likely)
 
 
 def _either(result: RuleResult, death: Sign) -> RuleResult:
     """A pool ran out, a step or two followed, then another kind of exit: the log does not show which ended it."""
     other: Cause = "not-memory" if death.code in ("crash", "bus", "worker-bus") else "ram-oom-kill"
-    summary = say("memory ran out and the program may have handled it; then it exited for another reason.")
+    summary = say("a resource ran out and the program may have handled it; then it exited for another reason.")
     return unknown((*result.lines, quoted_line(death)), result.cause, other, "killed", summary=summary)
 
 
@@ -222,12 +255,15 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
         # A log may come from elsewhere, and a large /dev/shm may be full: never advise a smaller one.
         here = machine.shm.size if machine.shm.mounted else None
         larger = (_large_already(here),) if here and here >= wanted else fix_commands.enlarge_shm(runtime, wanted)
+        replaced = say(
+            "legroom.DataLoader keeps batches out of /dev/shm. For an unmodified script:\n"
+            "legroom run --loader legroom -- …"
+        )
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
-            say("legroom.DataLoader does not use /dev/shm. For an unmodified script:\nlegroom run --loader "
-"legroom -- …"),
+            *((replaced,) if evidence.loader_replaceable else ()),
             *larger,
-        )  # fmt: skip
+        )
     if cause in ("ram-oom-kill", "ram-allocation"):
         return _more_ram(machine, ram, _less_ram(cause, evidence, machine, ram))
     if cause == "swap-thrash":
@@ -268,6 +304,8 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
             say("find out what sent the signal: a scheduler's time limit, another user, a daemon such as earlyoom"),
         )
     if cause == "unknown":
+        if evidence.live:  # it ran under Legroom; the likely causes say how to confirm each
+            return ()
         return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
     if verdict_from_exit.crashed_untraced(evidence, verdict):
         return (
@@ -293,7 +331,10 @@ def _less_ram(cause: Cause, evidence: Evidence, machine: Machine, ram: int | Non
         return (one,)
     if not _no_workers(evidence):
         return ()
-    less = say("the job had no worker processes: use smaller batches, or keep less data in memory")
+    less = say(
+        "the job had no worker processes: use smaller batches, fewer threads that load data, or keep less data in "
+        "memory"
+    )
     if not grew_to_the_end(evidence):
         return (less,)
     return (say("RAM grew until the end. Find the lines that keep memory:\nlegroom leak -- COMMAND …"), less)

@@ -23,12 +23,14 @@ from legroom.records.failure import (
     unknown,
 )
 from legroom.rescue.failure_message_patterns import CONSEQUENCE
-from legroom.rescue.find_failures_in_log import Signs, context, killed_in, quoted_line
+from legroom.rescue.find_failures_in_log import BEFORE_A_DEATH, OWN, Signs, context, killed_in, quoted_line, steps_after
+from legroom.rescue.log_lines_without_failure import without_quotations
 from legroom.system.processes_and_threads import signal_name
 from legroom.units import format_duration, format_size
 
-_SIGINT, _SIGABRT, _SIGKILL, _SIGTERM = 2, 6, 9, 15
+_SIGINT, _SIGABRT, _SIGKILL, _SIGPIPE, _SIGTERM = 2, 6, 9, 13, 15
 _CRASHES = (4, 6, 8, 11)  # ILL, ABRT, FPE, SEGV
+_OWN_FAULTS = (*_CRASHES, 5, 7, 31)  # TRAP, BUS, SYS
 _AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL this close are the same event
 _THRASH = 1 << 20  # bytes per second swapped in, if PSI also shows stalls
 _THRASH_ALONE = 8 << 20  # if PSI is not available
@@ -252,7 +254,18 @@ def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign.code == "oom-kill" and count is not None and _counted_none(evidence):
         # From another or an earlier job, unless the job ran elsewhere, under a scheduler's launcher.
         lines.append(say("oom_kill shows no kill in this job ({source})", source=count.source))
+        if sign.said:
+            return unknown(tuple(lines), "not-memory", "ram-oom-kill")
         sure = 0.6
+    if not evidence.live and signs.decisive is not None and signs.decisive not in signs.counting:
+        # The program ended with another error. One of its own code is no consequence of a kill.
+        if OWN.match(signs.decisive.code):
+            lines.insert(0, quoted_line(signs.decisive))
+            return RuleResult("not-memory", 0.6, tuple(lines), likely=("not-memory", "ram-oom-kill"))
+        return RuleResult("ram-oom-kill", 0.6, tuple(lines), likely=("ram-oom-kill", "not-memory"))
+    if not evidence.live and steps_after(evidence.log, sign) >= BEFORE_A_DEATH:
+        # The job ran on: the process may have been another one.
+        return RuleResult("ram-oom-kill", 0.6, tuple(lines), likely=("ram-oom-kill", "killed", "not-memory"))
     return RuleResult("ram-oom-kill", sure, tuple(lines))
 
 
@@ -319,6 +332,8 @@ def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("worker-crash", "crash", "abort")
     if sign is None or _before(signs.text("child-killed"), sign):
         return None
+    if not evidence.live and _before(signs.decisive or signs.origin, sign):
+        return None  # an exception was first
     lines = (quoted_line(sign),)
     summary = say("a process crashed in native code; no sign that a resource ran out.")
     # A watchdog may have aborted for a reason that a log does not show, such as swap.
@@ -406,9 +421,13 @@ def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if ending is None or ending.signal is None:
         return None
     name = signal_name(ending.signal)
-    return RuleResult(
-        "not-memory", 0.9, (exit_line(ending), say("{name} means that the program itself crashed", name=name))
-    )
+    if ending.signal == _SIGPIPE:
+        why = say("the program that read its output had ended")
+    elif ending.signal in _OWN_FAULTS:
+        why = say("{name} means that the program itself crashed", name=name)
+    else:
+        why = say("{name} says nothing of memory", name=name)
+    return RuleResult("not-memory", 0.9, (exit_line(ending), why))
 
 
 def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -419,9 +438,11 @@ def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = (quoted_line(last),)
     if signs.handled is not None:
         cause = _SHORT_OF.get(signs.handled.code, "ram-allocation")
-        summary = say("memory ran out and the program handled it; another error followed right after.")
+        summary = say("a resource ran out and the program handled it; another error followed right after.")
         return unknown((quoted_line(signs.handled), *lines), cause, "not-memory", summary=summary)
-    if last.code in ("oom-words", "oom-guess", "oom-handled", "gone") or _OF_MEMORY.search(last.line):
+    if last.code in ("oom-words", "oom-guess", "oom-handled", "gone") or _OF_MEMORY.search(
+        without_quotations(last.line)
+    ):
         return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
     if _PEER_GONE.search(last.line) and context(evidence, last, "frame-peer"):
         summary = say("the process at the other end of a connection had exited; the log does not show why.")

@@ -12,7 +12,8 @@ import re
 from typing import Literal
 
 from legroom.messages import listed, phrase, say
-from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, level_line, unknown
+from legroom.records.failure import Cause, Evidence, RuleResult, Sign, level_line, unknown
+from legroom.records.machine import Level
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
 from legroom.units import format_size
@@ -22,6 +23,7 @@ GREW = 0.5  # half full at a sample, and a bus error right after
 DISK_FULL = 0.98
 _VAGUE = frozenset({"cuda-oom-bare", "gpu-likely", "device-oom", "oom-handled", "fds-likely", "shm-likely"})
 _ON_CPU = re.compile(r"device:CPU|allocator (?:mkl_?)?cpu|cpu_allocator|DefaultCPU")
+_OF_GPU = re.compile(r"Allocator \(GPU_\d+_bfc\) ran out of memory(?!.*not a failure)")
 _BYTES = re.compile(r"allocat\w* (\d+) bytes")
 _LARGE = 1 << 20  # bytes: a failed request above this is a large one
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMGT]i?B)")
@@ -117,7 +119,11 @@ def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = (quoted_line(sign),)
     if _ON_CPU.search(sign.line):
         return RuleResult("ram-allocation", 0.85, lines)
+    if hint := context(evidence, sign, "cpu-hint"):
+        return RuleResult("ram-allocation", 0.78, (*lines, quoted_line(hint)), likely=("ram-allocation", "gpu-oom"))
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
+        if _OF_GPU.search(hint.line):
+            return RuleResult("gpu-oom", 0.9, (*lines, quoted_line(hint)))
         return RuleResult("gpu-oom", 0.78, (*lines, quoted_line(hint)), likely=("gpu-oom", "ram-allocation"))
     asked = _BYTES.search(sign.line)
     if asked and int(asked[1]) >= _LARGE:

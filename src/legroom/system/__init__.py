@@ -2,11 +2,10 @@
 
 - argument_checks: check an argument; UsageError with its name, its range and the value
 - atomic_file: write a file as a whole
-- json_records: records as JSON objects, written and read back with their types
 - lazy_and_optional_imports: import a module at first use; import an optional package
-- open_named_file: open a file that a user names, to read it to its end: no device, no FIFO without a writer
+- open_file_or_pipe: open a file that a user names, to read it to its end: no device, no FIFO without a writer
 - processes_and_threads: LEGROOM_DISABLE, usable CPUs, signals, how a child ended; start a thread if limits leave room
   for it, or explain why not; calls of the C library
 - unix_sockets: sockets in a private folder, for processes of one user
-- step_callbacks: `legroom.step` reports a training step; callbacks are called at each
+- training_step_listeners: `legroom.step` reports a training step; callbacks are called at each
 """

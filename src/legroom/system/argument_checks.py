@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 from legroom.errors import UsageError
 from legroom.messages import listed, phrase, say
 
-_MOST = 1 << 64  # a word of the random generators' keys
+WORD = 1 << 64  # a word of the random generators' keys
 _SHOWN = 100  # characters of a value's repr
 
 
@@ -33,7 +33,7 @@ def check_integer(name: str, value: object, least: int) -> int:
             say("{name} must be an integer >= {least} (got {value!r})", name=name, least=least, value=value),
             fix=(say("pass {name}={least} or more", name=name, least=least),),
         )
-    if number >= _MOST:
+    if number >= WORD:
         raise UsageError(
             say("{name} must be less than 2**64 (got {value!r})", name=name, value=value),
             fix=(say("pass a number between {least} and 2**64 - 1", least=least),),
@@ -49,6 +49,21 @@ def check_seconds(name: str, value: float) -> float:
             fix=(say("pass {name}={least} or more", name=name, least=0),),
         )
     return value
+
+
+def refuse_unwritable(path: str | os.PathLike[str], *files: str | os.PathLike[str]) -> None:
+    """Refuse a path whose files are directories, or whose directory does not exist or is not writable."""
+    folder = os.path.dirname(os.path.abspath(files[0]))
+    if any(map(os.path.isdir, files)):
+        why = say("it is a directory")
+    elif not os.path.isdir(folder):
+        why = say("the directory {folder} does not exist", folder=folder)
+    elif not os.access(folder, os.W_OK):
+        why = say("you have no permission to write to the directory {folder}", folder=folder)
+    else:
+        return
+    fix = say("choose a file in an existing directory that you can write to")
+    raise UsageError(say("cannot write {path}", path=path), why=why, fix=(fix,))
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:

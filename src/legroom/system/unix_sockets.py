@@ -39,9 +39,10 @@ def address(folder: int, name: str) -> str:
 
 
 def listen(folder: int, name: str) -> socket.socket:
-    """A socket that listens under this name; one of that name is replaced."""
+    """A socket that listens under this name; one of that name is replaced. No other process may do so meanwhile."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     hidden = name + HIDDEN
+    unlink(folder, hidden)  # of a process that was killed before it listened: a name is bound only once
     try:
         listening.bind(address(folder, hidden))
         os.chmod(hidden, 0o600, dir_fd=folder)

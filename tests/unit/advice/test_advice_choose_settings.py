@@ -300,3 +300,9 @@ def test_a_batch_that_the_dataset_limits_says_so() -> None:
     settings = settle(measured, cores(4), within_dataset(TuneRequest(100_000), measured))
     assert settings.batch_size == 256 and settings.accumulation == 1
     assert "instead of 100000: the dataset has no more samples" in settings.why["batch_size"]
+    assert "unchanged" not in settings.why["accumulation"]
+
+
+@pytest.mark.parametrize(("count", "text"), [(1, ": 1 core per rank"), (4, ": 4 cores per rank")])
+def test_one_core_is_no_plural(count: int, text: str) -> None:
+    assert text in settle(cheap(), cores(count), TuneRequest(8)).why["threads"]

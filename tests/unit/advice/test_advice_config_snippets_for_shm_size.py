@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB, healthy
 
-from legroom.advice.config_snippets_for_shm_size import emit
+from legroom.advice.config_snippets_for_shm_size import KINDS, emit
+from legroom.advice.fit_on_machine import plan_for
 from legroom.advice.memory_need import need
-from legroom.advice.plan_jobs_per_gpu import plan_for
+from legroom.messages import cells, speak
 from legroom.records.workload import PlannedLoader, Workload
 from legroom.units import parse_size
 
@@ -59,11 +60,39 @@ def test_no_memory_limit_leaves_out_the_processes() -> None:
         text = emit(kind, 4 * GB, need=unknown)
         set_here = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("# "))
         assert not re.search("--memory|mem_limit|memory:|--mem", set_here), text
-        assert re.search(r"# To add one, set \S+ to the RAM of the processes plus 4864", text), text
+        comments = re.sub(r"\n *# ", " ", text)
+        assert re.search(r"To add one, set \S+ to the RAM of the processes plus 4864", comments), text
         if kind in ("compose", "kubernetes"):
             yaml.safe_load(text)
     known = plan_for(Workload(loaders=(loader,), process_ram=3 * GB), healthy(), gpus=1, jobs_per_gpu=1).need
     assert "--memory=7936m" in emit("docker", 4 * GB, need=known)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("size", [GB, 4 * GB + 4096, 1234567890123 * 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_comments_fit_80_columns_and_change_nothing(
+    kind: str, size: int, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak(language)
+    for known in (NEED, None):
+        text = emit(kind, size, need=known, gpus=8)
+        for line in text.splitlines():
+            is_setting = line.lstrip().startswith("# - {")  # a line to be taken as it stands
+            if "# " in line and not is_setting:
+                assert cells(line) <= 80, line
+        with monkeypatch.context() as wide:
+            wide.setattr("legroom.advice.config_snippets_for_shm_size._COLUMNS", 10_000)
+            whole = emit(kind, size, need=known, gpus=8)
+        if kind in ("compose", "kubernetes", "kubernetes-warm"):
+            parsed, before = yaml.safe_load(text), yaml.safe_load(whole)
+            if kind == "kubernetes-warm":  # a comment in a script
+                (script,) = parsed["spec"]["template"]["spec"]["containers"][0].pop("args")
+                (unwrapped,) = before["spec"]["template"]["spec"]["containers"][0].pop("args")
+                assert shlex.split(script, comments=True) == shlex.split(unwrapped, comments=True)
+            assert parsed == before
+        else:
+            assert _commands(text) == _commands(whole)
 
 
 def test_fstab() -> None:

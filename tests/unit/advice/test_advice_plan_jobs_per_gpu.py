@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GB, MB, healthy, with_pool
 
-from legroom.advice.plan_jobs_per_gpu import TABLE, plan_for
+from legroom.advice.fit_on_machine import TABLE, plan_for
 from legroom.records.machine import Machine
 from legroom.records.workload import Workload
 

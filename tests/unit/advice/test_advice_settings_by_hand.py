@@ -151,3 +151,9 @@ def test_climbing_that_fails_at_once_finds_no_settings() -> None:
     with pytest.raises(DatasetFailed, match="without workers") as caught:
         _climb({(0, 1): "ValueError: no such image"})
     assert caught.value.why == "ValueError: no such image"
+
+
+def test_a_setting_that_follows_from_another_is_not_called_yours() -> None:
+    mine = settle(dataset(), healthy(), TuneRequest(16), {"batch_size": 8})
+    assert mine.accumulation == 2 and mine.why["batch_size"] == "batch_size 8: set by you"
+    assert mine.why["accumulation"] == "accumulation 2: follows from what you set"

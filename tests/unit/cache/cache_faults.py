@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, remembered_sources
+from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, source_digest_records
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
@@ -131,12 +131,12 @@ class Sweep:
             store_module.StoreCandidate(self.folder / "shm", "shm", True),
             store_module.StoreCandidate(self.folder / "disk", "disk", True),
         ]
-        before = store_module.candidates, remembered_sources.QUIET_NS
-        store_module.candidates, remembered_sources.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
+        before = store_module.candidates, source_digest_records.QUIET_NS
+        store_module.candidates, source_digest_records.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
         try:
             yield self
         finally:
-            store_module.candidates, remembered_sources.QUIET_NS = before  # type: ignore[assignment]
+            store_module.candidates, source_digest_records.QUIET_NS = before  # type: ignore[assignment]
 
     @property
     def store(self) -> Path:

@@ -41,6 +41,6 @@ def npy(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stamps are believed at once, as those of files that have been quiet for a while are."""
-    from legroom.cache import remembered_sources
+    from legroom.cache import source_digest_records
 
-    monkeypatch.setattr(remembered_sources, "QUIET_NS", 0)
+    monkeypatch.setattr(source_digest_records, "QUIET_NS", 0)

@@ -17,7 +17,7 @@ import pytest
 import legroom
 from legroom.cache import drop_and_gc, mapped_files_and_checksums
 from legroom.cache.cached_arrays_and_tables import Ragged
-from legroom.errors import BadArgument, DamagedSource, MissingKey, UnsupportedData, UsageError
+from legroom.errors import BadArgument, BadArgumentType, DamagedSource, MissingKey, UnsupportedData, UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from archive_samples import write_mds
@@ -131,6 +131,26 @@ def test_ragged_rows(data) -> None:
     assert (data["rows/values"] == rows.values).all()
     grid = Ragged(np.array([0, 1, 3, 3, 4]), np.arange(4), text=False, shape=(2, 2))
     assert grid[0, 1].tolist() == [1, 2]
+    assert grid[-2, -1].tolist() == [1, 2] and grid[np.int64(1)].tolist() == [1, 2]
+    for outside in ((2, 0), (0, -3), (0,), (0, 0, 0)):
+        with pytest.raises(IndexError):
+            grid[outside]
+
+
+def test_ragged_rows_are_chosen_as_numpy_chooses(data) -> None:
+    rows, plain = data["rows"], np.array([np.full(n, float(n)) for n in range(10)], dtype=object)
+    mask = np.arange(10) % 3 == 0
+    chosen: list[Any] = [[1, -1], np.array([3, 3, 0]), np.array([9], np.uint8), [], np.array([], np.int64), mask,
+                         mask.tolist(), torch.tensor([2, 4])]  # fmt: skip
+    for index in chosen:
+        found, expected = rows[index], plain[np.asarray(index, dtype=None if len(index) else int)]
+        assert [row.tolist() for row in found] == [row.tolist() for row in expected]
+    with pytest.raises(IndexError):
+        rows[[0, 10]]
+    wrong: list[Any] = [2.0, "2", None, [0.5], ["a"], [[1, 2]], [True, False], (2.0,), {1}, ...]
+    for index in wrong:
+        with pytest.raises(BadArgumentType, match=r"'rows' cannot be indexed by"):
+            rows[index]
 
 
 @pytest.mark.parametrize("longest", [0, 40, 5000])  # 5000: more than is copied at once
@@ -316,3 +336,40 @@ def test_records_out_of_order_are_refused_in_words(shm: Path, tmp_path: Path) ->
         file["array"] = np.zeros(5, dtype)
     with pytest.raises(UnsupportedData, match="array"):
         legroom.open(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_tensors_of_types_that_numpy_has_not(kind: str, suffix: str, shm: Path, tmp_path: Path) -> None:
+    # They were integers: 16256 in place of 1.0.
+    kind = getattr(torch, kind)
+    whole, path = torch.arange(12.0).reshape(6, 2).to(kind), tmp_path / f"a{suffix}"
+    held = {"x": whole, "count": torch.arange(6).to(torch.uint16)}
+    if suffix == ".pt":
+        torch.save(held, path)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(held, path)
+
+    def same(found: Any, expected: Any) -> bool:
+        return found.dtype == kind and found.float().equal(expected.float())
+
+    with legroom.open(path) as data:
+        assert same(data.tensors()["x"], whole) and data.tensors()["count"].dtype == torch.uint16
+        bits = torch.uint16 if kind == torch.bfloat16 else torch.uint8
+        assert data["x"].tolist() == whole.view(bits).tolist()
+        dataset = data.dataset("x")
+        assert same(dataset[1], whole[1]) and same(torch.stack(dataset.__getitems__([5, 0])), whole[[5, 0]])
+        loops = data.batches(4), data.batches(1), data.batches(4, rows=[3, 1, 0, 5, 5])
+        for loop, rows in zip(loops, (range(6), range(6), [3, 1, 0, 5, 5]), strict=True):
+            batches = list(loop)
+            assert same(torch.cat([batch["x"].float() for batch in batches]).to(kind), whole[list(rows)])
+            assert all(batch["x"].dtype == kind and batch["count"].dtype == torch.uint16 for batch in batches)
+        assert next(iter(data.batches(4, format="numpy")))["x"].dtype == data["x"].dtype
+
+
+def test_attributes_of_a_user_are_not_types_of_tensors(shm: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(3, dtype=np.uint16)
+        file["x"].attrs["torch_dtype"] = "bfloat16"
+    with legroom.open(tmp_path / "a.h5") as data:
+        assert data.tensors()["x"].tolist() == next(iter(data.batches(3)))["x"].tolist() == [0, 1, 2]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, remembered_sources
+from legroom.cache import drop_and_gc, list_and_verify, mapped_files_and_checksums, source_digest_records
 from legroom.cache.store_directories import open_stores
 from legroom.cli.main import run
 from legroom.errors import LegroomError, StoreError
@@ -279,4 +279,4 @@ def test_records_of_every_store_are_read_as_they_are(shm: Path, tmp_path: Path) 
     loaded(tmp_path)
     with open_stores() as places:
         (name,) = os.listdir(places.found[0].sources)
-        assert remembered_sources.read_record_named(places.found[0], name) is not None
+        assert source_digest_records.read_record_named(places.found[0], name) is not None

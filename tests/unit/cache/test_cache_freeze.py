@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def test_a_frozen_list_behaves_as_the_list(shm: Path) -> None:
         view["a"]  # type: ignore[call-overload]
     with pytest.raises(TypeError):
         hash(view)
-    assert repr(view).startswith("<frozen list of 3,000 items, ")
+    assert repr(view).startswith("<frozen list of 3,000 items, ") and repr(view).endswith(" in shm>")
+    view._contents.entry = replace(view.info, backing="disk")
+    assert repr(view).endswith(" on disk>")
     assert legroom.freeze(view) is view
     assert bool(view) and not bool(legroom.freeze([]))
 

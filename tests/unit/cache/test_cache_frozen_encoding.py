@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import fractions
 import gc
 import math
 import tracemalloc
@@ -232,3 +233,20 @@ def test_items_are_new_objects_on_each_access() -> None:
     view[0]["a"].append(2)
     view[1][0] = 5
     assert view[0] == {"a": [1]} and view[1][0] == 0
+
+
+def test_keys_that_are_equal_to_a_stored_one_find_it() -> None:
+    plain = {1: "a", 2.5: "b", (1, 2): "c", b"d": "d", 2**70: "e", 10**5000: "f", -3: "g", 0.1: "h", (0.5, "i"): "i"}
+    frozen = freeze(plain)
+    equal = [
+        decimal.Decimal(1), decimal.Decimal("2.5"), fractions.Fraction(5, 2), 1 + 0j, (decimal.Decimal(1), 2),
+        (1.0, 2 + 0j), memoryview(b"d"), decimal.Decimal(2**70), fractions.Fraction(2**70), 10**5000, decimal.Decimal(-3),
+        np.complex64(2.5), np.complex128(1), np.float16(2.5), (fractions.Fraction(1, 2), "i"), fractions.Fraction(0.1),
+    ]  # fmt: skip
+    different = [
+        decimal.Decimal("0.1"), fractions.Fraction(1, 10), 1 + 1j, decimal.Decimal("Infinity"), decimal.Decimal("1e400"),
+        decimal.Decimal(2**70 + 1), decimal.Decimal("NaN"), complex("nan"), 10**5000 + 1, fractions.Fraction(1, 3),
+    ]  # fmt: skip
+    assert all(key in plain for key in equal) and not any(key in plain for key in different)
+    for key in (*equal, *different):
+        assert (frozen.get(key), key in frozen) == (plain.get(key), key in plain), key

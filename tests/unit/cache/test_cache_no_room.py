@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import eviction, list_and_verify, locks, remembered_sources, store_free_space
+from legroom.cache import eviction, list_and_verify, locks, source_digest_records, store_free_space
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.cache.store_directories import Store
@@ -204,7 +204,7 @@ class TestRecord:
     ) -> None:
         path = make(tmp_path, 5)
         with monkeypatch.context() as broken:
-            broken.setattr(remembered_sources, "write_all", full)
+            broken.setattr(source_digest_records, "write_all", full)
             data = legroom.open(path)
             assert int(data["array"][0]) == 5
             assert os.listdir(shm / "sources") == []  # no half of one either
@@ -251,6 +251,19 @@ def test_a_file_that_cannot_be_mapped_is_not_advised_to_be(
             legroom.open(path)  # type: ignore[arg-type]
         assert "inplace" not in " ".join(caught.value.fix)
         assert "keys=" not in " ".join(caught.value.fix)  # there is one array
+
+
+def test_no_other_file_system_than_that_of_the_store_is_remounted(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_free_space, "bounds", lambda store: [store_free_space.Bound(10, lambda: "10 B free")])
+    with pytest.raises(NoRoom) as caught:
+        legroom.open(make(tmp_path, 1), backing="shm")  # LEGROOM_SHM is no directory of /dev/shm
+    assert "remount" not in " ".join(caught.value.fix) and "set LEGROOM_SHM" in " ".join(caught.value.fix)
+    monkeypatch.setattr(store_free_space, "_on_dev_shm", lambda store: True)
+    with pytest.raises(NoRoom) as caught:
+        legroom.open(make(tmp_path, 2), backing="shm")
+    assert "set LEGROOM_SHM" not in " ".join(caught.value.fix)
 
 
 def test_a_manifest_that_is_written_in_several_calls_is_whole(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import h5py
 import numpy as np
 import pytest
 import rigs
+import zarr
+from archive_samples import write_mds
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, locks, remembered_sources, source_stamps_and_digests
+from legroom.cache import drop_and_gc, list_and_verify, locks, source_digest_records, source_stamps_and_digests
 from legroom.cache import store_directories as store_module
 from legroom.cache import write_entry_files as load_module
 from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, source_paths
@@ -189,9 +192,9 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(
     # The new content has the record of the old, as if it had been written within the tick in which that was hashed.
     now = source_stamps_and_digests.stamp_source([path])
     with open_stores() as places:
-        remembered_sources.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
+        source_digest_records.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
     with monkeypatch.context() as quiet:
-        quiet.setattr(remembered_sources, "QUIET_NS", 0)  # were it believed
+        quiet.setattr(source_digest_records, "QUIET_NS", 0)  # were it believed
         assert list_and_verify.info(path).digest == before.digest
         assert legroom.open(path)["array"][0, 0] == 0
         found = find_manifest(OpenRequest(source_paths(path)))
@@ -205,12 +208,12 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(
 
 def test_a_record_is_believed_when_the_file_was_quiet_or_the_question_older() -> None:
     second = 1_000_000_000
-    record = remembered_sources.SourceRecord(
+    record = source_digest_records.SourceRecord(
         {"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",)
     )
     assert not record.is_trusted(11 * second)
     assert record.is_trusted(10 * second)
-    quiet = remembered_sources.SourceRecord(
+    quiet = source_digest_records.SourceRecord(
         {"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",)
     )
     assert quiet.is_trusted(99 * second)
@@ -286,11 +289,40 @@ def test_inplace_refuses_what_must_be_decoded(shm: Path, h5: Path) -> None:
         legroom.open(h5, backing="inplace")
 
 
+@pytest.mark.parametrize("kind", ["mds", "imagefolder", "zarr", "h5", "npz"])
+def test_inplace_says_why_an_array_cannot_be_mapped(shm: Path, tmp_path: Path, kind: str) -> None:
+    path, key, made, writable = tmp_path / "x", "x", False, False
+    if kind == "mds":
+        write_mds(path, [[{"label": bytes(8)}] * 2], {"label": "int"})
+        key, made = "label", True
+    elif kind == "imagefolder":
+        (path / "cat").mkdir(parents=True)
+        (path / "cat" / "1.jpg").write_bytes(b"x")
+        key, made = "label", True
+    elif kind == "zarr":
+        zarr.open_group(path, mode="w").create_array("x", shape=(9,), dtype="int64")[:] = np.arange(9)
+    elif kind == "h5":
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=np.arange(9), chunks=(3,))
+        writable = True
+    else:
+        with path.open("wb") as file:
+            np.savez_compressed(file, x=np.arange(9))
+        writable = True
+    with pytest.raises(UnsupportedData) as caught:
+        legroom.open(path, keys=[key], backing="inplace")
+    assert caught.value.why.startswith("no file has it" if made else "it is compressed, chunked"), caught.value.why
+    assert any("contiguous" in fix for fix in caught.value.fix) is writable
+
+
 def test_data_without_arrays_have_no_rows_to_loop_over(shm: Path, tmp_path: Path) -> None:
     h5py.File(tmp_path / "x.h5", "w").close()
     data = legroom.open(tmp_path / "x.h5")
     assert dict(data) == {}
-    for ask in (lambda: data.batches(2), data.dataset):
+    asks = [lambda: data.batches(2, format="numpy")]
+    if find_spec("torch") is not None:
+        asks.append(data.dataset)
+    for ask in asks:
         with pytest.raises(UsageError, match=r"no columns|no array with rows") as caught:
             ask()
         assert "different" not in str(caught.value)

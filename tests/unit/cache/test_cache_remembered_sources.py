@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import remembered_sources, source_stamps_and_digests
+from legroom.cache import source_digest_records, source_stamps_and_digests
 from legroom.cache.store_directories import open_stores
 
 pytestmark = pytest.mark.usefixtures("old_files")
@@ -62,7 +62,7 @@ def test_a_record_that_cannot_be_written_leaves_no_file(
         with monkeypatch.context() as patched:
             patched.setattr(os, call, refuse)
             with pytest.raises(OSError, match="full"):
-                remembered_sources.replace_record(store, "x", b"x")
+                source_digest_records.replace_record(store, "x", b"x")
         assert sorted(os.listdir(shm / "sources")) == before
 
 
@@ -80,12 +80,12 @@ def test_no_changed_byte_of_a_record_is_believed(shm: Path, tmp_path: Path) -> N
     whole = record.read_bytes()
     with open_stores() as places:
         store = places.found[0]
-        assert remembered_sources.read_record(store, source) is not None
+        assert source_digest_records.read_record(store, source) is not None
         for at in range(len(whole)):
             record.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            assert remembered_sources.read_record(store, source) is None, at
+            assert source_digest_records.read_record(store, source) is None, at
             record.write_bytes(whole[:at])
-            assert remembered_sources.read_record(store, source) is None, at
+            assert source_digest_records.read_record(store, source) is None, at
     assert right(paths)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import random
@@ -23,7 +24,7 @@ from cache_scenario_process import BUILD_STEPS
 from format_samples import megatron_index
 
 import legroom
-from legroom.cache import list_and_verify, source_stamps_and_digests
+from legroom.cache import drop_and_gc, list_and_verify, source_stamps_and_digests
 from legroom.cache import store_directories as store_module
 from legroom.errors import LegroomError, SourceChanged
 
@@ -207,7 +208,6 @@ def test_a_link_flipped_and_flipped_back_poisons_no_entry(
         looked_at(shm, flip)
         for version in list_and_verify.verify():
             assert version.whole
-        from legroom.cache import drop_and_gc
 
         drop_and_gc.drop(force=True)
 
@@ -273,7 +273,6 @@ def test_data_in_another_file_that_is_rewritten_under_the_load_poison_no_entry(
     shm: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written in place: the file keeps its name and its inode, and the file that refers to it stays as it is."""
-    from legroom.cache import drop_and_gc
 
     flip = Flip(tmp_path, kind)
     (far,) = flip.versions[0].glob("near.bin" if kind == "megatron" else "far.*")
@@ -594,6 +593,30 @@ def test_a_file_that_is_rewritten_through_a_map_is_noticed(shm: Path, on_a_disk:
         with legroom.open(path) as data:
             assert data["array"][72] == 3
         assert os.stat(path).st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_no_entry_has_other_data_than_its_digest_says(shm: Path, on_a_disk: Path, linked: bool) -> None:
+    """A file in memory keeps its times when it is changed through a mapping: its record says nothing for a build."""
+    if _kind(Path("/dev/shm")) != "tmpfs":
+        pytest.skip("/dev/shm is not in memory")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder, "a.npy")
+        np.save(path, np.ones(4000, np.uint8))
+        if linked:
+            path = on_a_disk / "a.npy"
+            path.symlink_to(Path(folder, "a.npy"))
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[200] = 2
+            time.sleep(2.2)
+            with legroom.open(path) as data:
+                assert data["array"][72] == 2
+                first = data.info.key
+            mapped[200] = 3
+        drop_and_gc.drop([first])
+        with legroom.open(path) as data:
+            assert data["array"][72] == 3 and data.info.key.startswith(hashlib.md5(path.read_bytes()).hexdigest())
+            assert data.info.key != first
 
 
 @pytest.mark.parametrize("kind", ["npy", "hdf5", "safetensors"])

@@ -175,7 +175,7 @@ def test_without_a_usable_store_every_candidate_is_named(monkeypatch: pytest.Mon
 def test_a_network_filesystem_is_used_only_when_named(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_kind", lambda parent, device: "nfs4")
+    monkeypatch.setattr(store_module, "filesystem_at", lambda parent, device: "nfs4")
     with pytest.raises(store_module.UnusableStore, match="nfs4"):
         store_module.open_store(StoreCandidate(tmp_path / "disk", "disk", named=False), make=True)
     with store_module.open_store(StoreCandidate(tmp_path / "disk", "disk", named=True), make=True) as store:

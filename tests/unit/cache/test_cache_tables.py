@@ -317,3 +317,26 @@ def test_columns_that_arrow_converts_are_joined(shm: Path, tmp_path: Path) -> No
     with legroom.open(tmp_path / "days.arrow") as data:
         assert data.rows_of("day").tolist() == data["day"].tolist()
         assert len(data.dataset("day")) == 3
+
+
+@pytest.mark.parametrize("kind", ["time32('s')", "time64('ns')"])
+def test_times_of_day_are_no_arrays(kind: str, shm: Path, tmp_path: Path) -> None:
+    # numpy has no such type: batches of them ended in numpy's and Arrow's own errors.
+    number = pa.int32() if "32" in kind else pa.int64()
+    column = pa.array([0, 1000, 2000], number).cast(eval(f"pa.{kind}"))
+    ipc(pa.table({"noon": column, "id": [0, 1, 2]}), tmp_path / "t.arrow")
+    with legroom.open(tmp_path / "t.arrow") as data:
+        for read in (lambda: data["noon"], lambda: data.batches(2, keys="noon", format="numpy")):
+            with pytest.raises(UnsupportedData, match="noon"):
+                read()
+
+
+def test_times_of_day_are_no_tensors(shm: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    column = pa.array([0, 1000], pa.int32()).cast(pa.time32("s"))
+    ipc(pa.table({"noon": column, "id": [0, 1]}), tmp_path / "t.arrow")
+    with legroom.open(tmp_path / "t.arrow") as data:
+        assert data.dataset("noon")[1] == column[1].as_py()
+        with pytest.raises(UnsupportedData, match="noon"):
+            data.tensors("noon")
+        assert list(data.tensors()) == ["id"]

@@ -32,7 +32,7 @@ from legroom.charts.drawing import (
     xml_text,
 )
 from legroom.charts.html_page import bullets, element, page, table
-from legroom.charts.pool_and_process_charts import GrowthLine, amount, growth_chart, pool_chart
+from legroom.charts.pool_and_process_charts import GrowthLine, Layer, amount, growth_chart, pool_chart, stacked_chart
 from legroom.errors import MissingPackage, UsageError
 from legroom.records.gpu_results import BatchFound, Trial
 from legroom.records.watch_sample import AlarmSpan, Mark, PoolPoint
@@ -261,3 +261,9 @@ def test_a_page_escapes_every_text() -> None:
 
 def test_empty_lists_and_tables() -> None:
     assert bullets([]) == "" and "none" in table("Alarms", ["x"], []) and Drawing(1, 1, "x").shapes == ()
+
+
+def test_one_reading_is_not_called_none() -> None:
+    assert "no readings" in svg(stacked_chart("RAM", [], []))
+    alone = svg(stacked_chart("RAM", [1.0], [Layer("a", [1])]))
+    assert "no readings" not in alone and "one reading" in alone

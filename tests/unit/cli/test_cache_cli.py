@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import legroom
 from legroom.cli.cache import load as load_command
 from legroom.cli.main import run
-from legroom.cli.option_names import translated
+from legroom.cli.options import translated
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared cache is Linux's")
 
@@ -62,7 +63,7 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_drop_all_says_what_it_removes_and_can_be_tried(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usage = " ".join(_text(capsys, "drop", "--help").split())
-    assert "of all your projects" in usage and "--dry-run" in usage
+    assert "whichever program loaded it" in usage and "--dry-run" in usage
     with legroom.open("train.npy"):
         assert "kept" in _text(capsys, "drop", "--all", "--dry-run", status=1)
     key = legroom.open("train.npy").info.key
@@ -145,7 +146,10 @@ def test_errors_of_load_can_be_typed(home: Path, capsys: pytest.CaptureFixture[s
     assert "pass their type: --dtype uint16" in _text(capsys, "load", "tokens", status=2)
     np.savez("other.npz", x=np.arange(3))
     shown = _text(capsys, "load", "--join", "train.npy", "other.npz", status=2)
-    assert f"only {home}/train.npy has array; only {home}/other.npz has x" in shown and "with --keys" in shown
+    assert f"only {home}/train.npy has array; only {home}/other.npz has x" in shown and "--keys" not in shown
+    np.savez("more.npz", x=np.arange(3), y=np.arange(3))
+    shown = _text(capsys, "load", "--join", "more.npz", "other.npz", status=2)
+    assert f"only {home}/more.npz has y" in shown and "with --keys" in shown
     whole = _json(capsys, "load", "train.npy", "--keys", "nope", status=2)
     assert whole["error"]["fix"] == ["omit --keys to load everything"]  # type: ignore[index]
 
@@ -434,3 +438,13 @@ def test_shards_named_with_braces_are_one_dataset(home: Path, capsys: pytest.Cap
     assert "s-2.npy" in _text(capsys, "load", "s-{0..2}.npy", status=2)
     assert "removed 1 entry" in _text(capsys, "drop", "s-{0..1}.npy")
     assert "s-{7..8}.npy: not loaded" in _text(capsys, "list", "s-{7..8}.npy")
+
+
+def test_a_copy_of_a_loaded_file_is_named_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = _text(capsys, "load", "train.npy")
+    assert "same content" not in first
+    shutil.copy("train.npy", "copy.npy")
+    told = _text(capsys, "load", "copy.npy")
+    assert (
+        f"{Path.cwd()}/copy.npy (same content as {Path.cwd()}/train.npy): " in told and "already in the cache" in told
+    )

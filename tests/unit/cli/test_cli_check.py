@@ -175,7 +175,9 @@ def test_a_trial_run_counts_the_process_and_what_workers_keep(
 ) -> None:
     alone = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data")
     (term,) = [term for term in alone["terms"] if term["pool"] == "ram"]
-    assert "trial run" in term["source"] and alone["need"]["ram"] > 60 * MB  # torch itself
+    assert (
+        "trial run" in term["source"] and alone["need"]["ram"] > 30 * MB
+    )  # torch itself, less what other processes share
     assert alone["verdict"] == "fits" and alone["settings"]["num_workers"] == 0 and alone["codes"] == {}
     use_forks(monkeypatch.setattr)  # the process is new above, and the workers are forks in both
     with_workers = _json(capsys, "--batch", "8", "--workers", "2", "--dataset", f"{dataset}:data")

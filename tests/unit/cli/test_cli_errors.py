@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from legroom.cli import text_layout
+from legroom.cli.language_and_streams import error_columns, error_text, message_printer, remark_text
 from legroom.cli.main import run
-from legroom.cli.text_layout import error_columns, error_text, message_printer, remark_text, row
+from legroom.cli.text_layout import row
 from legroom.errors import UsageError
 from legroom.messages import cells, speak
 
@@ -194,3 +196,35 @@ def test_an_option_before_its_command(line: str, told: str, capsys: pytest.Captu
 def test_an_option_that_no_command_has(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(line.split()) == 2
     assert "No such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["cache"], ["nodes"]])
+def test_a_group_without_a_command_shows_its_help_once(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run(arguments) == 2
+    shown = terminal.getvalue()
+    assert shown.startswith("Usage: legroom") and shown.count("Usage:") == 1 and "Error" not in shown
+    assert "\nCommands:\n" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "--per-process", "5MB", "--params", "7", "B"], ["check", "--batch", "2", "--timeout", "5", "s"]],
+)
+def test_a_unit_that_stands_apart_is_no_file_of_a_pattern(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    err = capsys.readouterr().err
+    assert f"Got unexpected extra argument ({arguments[-1]})" in err and "pattern" not in err
+
+
+def test_a_file_with_the_name_of_a_style_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(text_layout, "for_drawing", lambda stream: stream)
+    with text_layout.progress_bars() as draw:
+        assert draw is not None
+        draw("key", "runs[/b]/[red]x.npy", 0, 10)
+    assert "runs[/b]/[red]x.npy" in terminal.getvalue()

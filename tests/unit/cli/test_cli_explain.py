@@ -48,7 +48,7 @@ def test_a_pipe_has_many_names_and_what_has_no_end_is_refused(
     log.write_text(LOG * 50_000)  # more than a pipe holds
     with subprocess.Popen(["sh", "-c", 'sleep 0.2; exec cat "$0" > "$1"', str(log), fifo]):
         assert told(fifo).startswith("gpu-oom")
-    monkeypatch.setattr("legroom.system.open_named_file._WRITER_WITHIN", 0.1)
+    monkeypatch.setattr("legroom.system.open_file_or_pipe._WRITER_WITHIN", 0.1)
     assert "no process writes into this FIFO" in told(fifo, 2)
     for text, verdict in ((LOG, "gpu-oom"), ("", "unknown")):  # as the shell writes <(COMMAND)
         with subprocess.Popen(["printf", "%s", text], stdout=subprocess.PIPE) as writer:

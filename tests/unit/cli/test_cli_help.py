@@ -7,6 +7,7 @@ import re
 import click
 import pytest
 
+from legroom.cli import check, plan
 from legroom.cli.help import HelpFormatter
 from legroom.cli.main import COMMANDS, run
 from legroom.messages import cells
@@ -51,3 +52,24 @@ def test_a_long_usage_line_continues_below_its_first_argument() -> None:
     assert all(cells(line) <= 50 for line in formatter.getvalue().splitlines())
     assert formatter.getvalue().splitlines()[1].startswith(" " * len("Usage: legroom some-command ") + "SOURCE-FILE")
     assert isinstance(formatter, click.HelpFormatter)
+
+
+def test_check_describes_a_default_that_a_dataloader_replaces(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its settings count where none are given, so that a number alone is not the default."""
+    texts = _help_of_options("check", capsys)
+    for name in check._OF_LOADER | {"batch", "collate", "start_method"}:
+        text = texts[name]
+        assert "--dataset names" in text and "[default" not in text, text
+
+
+def test_plan_names_the_option_that_describes_a_dataloader(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = _help_of_options("plan", capsys)
+    for name in plan._OF_LOADER:
+        assert "(with --batch" in texts[name] or "(with --val-workers)" in texts[name], texts[name]
+
+
+def _help_of_options(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The help of each option by its name."""
+    assert run([command, "--lang", "en", "--help"]) == 0
+    found = re.split(r"^  --(\S+)", capsys.readouterr().out, flags=re.M)
+    return {name.replace("-", "_"): " ".join(text.split()) for name, text in zip(found[1::2], found[2::2], strict=True)}

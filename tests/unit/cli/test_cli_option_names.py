@@ -15,7 +15,7 @@ from rigs import TREES
 import legroom
 from legroom.cli.main import cli, run
 from legroom.cli.nodes import _in_options, warm
-from legroom.cli.option_names import in_options, translated
+from legroom.cli.options import in_options, translated
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.tune.legroom_tune import tune_named
 from legroom.messages import speak

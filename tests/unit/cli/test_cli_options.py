@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from legroom.cli.main import run
+from legroom.cli.options import in_options
+from legroom.errors import UsageError
 from legroom.messages import speak
 
 TUNE = ("tune", "--dataset", "data:train_set")
@@ -45,17 +48,26 @@ REPLAY = ("watch", "--replay", "run.jsonl")
         (("watch", "--once"), "--once", ("--prometheus",)),
         (("watch", "--once"), "--once", ("--web",)),
         (("watch", "--json"), "--json", ("--top", "3")),
+        (("watch", "--json"), "--json", ("--plain",)),
         (("leak", "--read", "growth"), "--read", ("--records", "other")),
         (("doctor", "--json"), "--json", ("--plain",)),
+        (("cache", "drop", "a.npy"), "--all", ("--all",)),
+        (("nodes", "drop", "a.npy"), "--all", ("--all",)),
+        (("leak", "--read", "growth", "--", "true"), "--read", ()),
         (("run", "--quiet", "--", "true"), "--leak", ("--leak",)),
     ],
 )
 def test_an_option_without_effect_beside_another_is_refused(
     arguments: tuple[str, ...], option: str, refused: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([arguments[0], *refused, *arguments[1:]]) == 2
+    group = 2 if arguments[0] in ("cache", "nodes") else 1
+    assert run([*arguments[:group], *refused, *arguments[group:]]) == 2
     err = capsys.readouterr().err
-    other = "--quiet" if option == "--leak" else refused[0]
+    other = (
+        {"--leak": "--quiet", "--all": "a.npy", "--read": "COMMAND"}.get(option)
+        if refused[:1] in ((), ("--all",), ("--leak",))
+        else refused[0]
+    )
     assert f"Error: {option} cannot be combined with {other}" in err
 
 
@@ -219,3 +231,27 @@ def test_bytes_with_a_unit_zero_and_large_numbers_are_sizes(capsys: pytest.Captu
 def test_check_alone_says_what_it_needs_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check"]) == 2
     assert "legroom check --dataset data:train_set --batch 64 --workers 4" in capsys.readouterr().err
+
+
+def test_only_options_that_the_help_shows_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--jso"]) == 2
+    err = capsys.readouterr().err
+    assert "--json" in err and "--job" not in err  # an earlier name of --pid
+
+
+def test_a_flag_of_the_library_is_the_flag_of_the_command() -> None:
+    # As `check` raises it where a DataLoader is named, whose own settings count.
+    error = UsageError("persistent_workers= needs num_workers=1 or more", fix=("leave persistent_workers= out",))
+    in_options(error, import_module("legroom.cli.check").command)
+    assert str(error).startswith("--persistent-workers needs --workers 1 or more")
+    assert error.fix == ("leave --persistent-workers out",)
+
+
+def test_a_collate_function_is_not_called_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "--batch", "8", "--dataset", "data:train_set", "--collate", "pad"]) == 2
+    assert "'pad' is not the name of a collate function" in capsys.readouterr().err
+
+
+def test_a_pattern_of_data_that_matches_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--batch", "8", "--data", "none-*.npy"]) == 2
+    assert "nothing matches none-*.npy" in capsys.readouterr().err

@@ -274,3 +274,10 @@ def test_a_shared_copy_of_no_data_is_refused() -> None:
     with pytest.raises(UsageError, match="shared=True needs a data file") as caught:
         legroom.plan(gpus=1, batch_size=4, num_workers=1, sample_bytes=100, shared=True)
     assert caught.value.fix
+
+
+def test_a_need_above_ram_is_no_size_and_needs_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = _run(capsys, "--per-process", "500GB", "--root", CLEAN)
+    assert status == 1 and "no change needed" not in out and "0.0 ×" not in out
+    for name in ("minimum", "recommended", "conservative"):
+        assert re.search(rf"^  {name} +above RAM$", out, re.MULTILINE), out

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from legroom.cli import main
 from legroom.units import format_duration
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX's")
@@ -308,6 +309,13 @@ def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path:
     assert broken.returncode == 0, "read only for a restart"
 
 
+def test_a_switch_that_was_taken_off_the_command_line_is_told_as_turned_off(tmp_path: Path) -> None:
+    text = "import sys\nif '--pin_memory' in sys.argv: raise RuntimeError('CUDA error: out of memory in pin memory thread')\n"
+    done = _run("--retries", "1", "--", sys.executable, _script(tmp_path, text), "--pin_memory", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "with pin_memory off (was on);" in " ".join(done.stderr.decode().split())
+
+
 @pytest.mark.load_sensitive(reason="a worker that lives for three seconds is sampled as often as the machine allows")
 def test_a_setting_that_the_job_was_seen_to_ignore_is_reported_so(tmp_path: Path) -> None:
     """The script takes the flag and starts a worker all the same, under torch's name; it ends when that was sampled."""
@@ -535,3 +543,68 @@ def test_messages_begin_a_line_beside_a_progress_bar(tmp_path: Path) -> None:
     assert b"45% |####\nlegroom: " in joined.stdout
     quiet = _run("--quiet", "--", sys.executable, "-c", code, folder=tmp_path)
     assert quiet.stderr == b"\r 45% |####"
+
+
+@pytest.mark.parametrize(
+    ("word", "why", "fix"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0", "environment variable", "legroom leak -- env CUDA_VISIBLE_DEVICES=0 …"),
+        ("cd", "a command of the shell", "legroom leak -- bash -c 'cd … && python …'"),
+        ("cd runs && python train.py", "a line for a shell", "legroom leak -- bash -c 'cd runs && python train.py'"),
+        ("python train.py", "one quoted word", "legroom leak -- python train.py"),
+        ("train.sh", "not a file", "legroom leak -- python …"),
+    ],
+)
+def test_a_command_that_needs_a_shell_is_explained(
+    word: str, why: str, fix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/python" if name == "python" else None)
+    assert main.run(["leak", "--", word]) == 127
+    err = capsys.readouterr().err
+    assert why in err and f"       {fix}\n" in err
+
+
+def test_a_pattern_without_quotes_is_not_taken_for_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "1.pt", tmp_path / "2.pt"
+    for path in (first, second):
+        path.write_bytes(b"")
+    rest = [str(second), "--resume-flag", "--resume", "--", "true"]
+    assert main.run(["run", "--retries", "2", "--checkpoint", str(first), *rest]) == 2
+    assert f"--checkpoint '{tmp_path}/*.pt'" in capsys.readouterr().err
+
+
+def test_a_report_path_that_names_no_file_is_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, why in ((".", "it is a directory"), ("..", "it is a directory"), (f"{tmp_path}/", "it is a directory"),
+                      ("none/story", f"the directory {tmp_path}/none does not exist")):  # fmt: skip
+        assert main.run(["run", "--report", path, "--", "true"]) == 2
+        assert why in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_likely_causes_follow_where_they_are_announced(tmp_path: Path) -> None:
+    text = "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
+    done = _run("--", sys.executable, "-c", f"import sys; sys.exit({text!r})", folder=tmp_path)
+    err = done.stderr.decode()
+    assert "unknown: the evidence does not show the cause. Likely causes follow" in err
+    assert "legroom:   or:  ram-oom-kill: " in err and "legroom:   or:  not-memory: " in err
+    done = _run("--", "sh", "-c", "echo sample 3: the answer is CUDA out of memory; exit 1", folder=tmp_path)
+    err = done.stderr.decode()
+    assert "gpu-oom, 60% sure" in err and "legroom:   or:  not-memory: " in err and "or:  gpu-oom" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["cache", "load", "a.npy"], ["plan", "--batch", "2", "--data", "*.npy"], ["demo", "--quick"],
+     ["tune", "--dataset", "data:train_set", "--batch", "2"], ["check", "--sample-bytes", "1MB", "--batch", "2"]],
+)  # fmt: skip
+def test_a_working_directory_that_was_removed_is_named(arguments: list[str], tmp_path: Path) -> None:
+    line = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    command = ["sh", "-c", line, "sh", sys.executable, "-m", "legroom", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "legroom: the working directory does not exist [unreadable-source]" in done.stderr
+    assert 'cd "$PWD"' in done.stderr and "Traceback" not in done.stderr

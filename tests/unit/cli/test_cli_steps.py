@@ -19,8 +19,8 @@ from legroom.charts.html_page import bullets
 from legroom.cli.text_layout import steps
 from legroom.errors import LegroomError
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records.failure import Attempt, Evidence, Level, Verdict
-from legroom.records.machine import RuntimeEnvironment
+from legroom.records.failure import Attempt, Evidence, Verdict
+from legroom.records.machine import Level, RuntimeEnvironment
 from legroom.rescue.job_attempt import RunOptions
 from legroom.rescue.supervisor import Supervisor
 from legroom.rescue.verdict import with_fixes

@@ -19,7 +19,7 @@ from legroom.formats.base_reader import ArraySpec, Description
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.formats.hdf5_find_datasets import DatasetSearch
-from legroom.formats.hdf5_vlen import GlobalHeaps
+from legroom.formats.hdf5_types_and_vlen import GlobalHeaps
 
 
 def describe(path: Path, keys: Any = None) -> Description:

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from legroom.errors import DamagedSource, MissingKey, UnreadableSource
-from legroom.formats import decompress_deflate, fill_arrays
+from legroom.formats import decompress_deflate, fill_output_arrays
 from legroom.formats.base_reader import Selection, as_json, missing_key, native_dtype
 from legroom.formats.decompress_deflate import inflate
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile
-from legroom.formats.hdf5_filters import DEFLATE, FLETCHER32, SHUFFLE, ChunkFilter, fletcher32, undo
+from legroom.formats.hdf5_chunks_and_filters import DEFLATE, FLETCHER32, SHUFFLE, ChunkFilter, fletcher32, undo
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -120,7 +120,7 @@ def test_a_size_that_deflate_cannot_reach_allocates_no_memory() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_first_failure_cancels_all_tasks_and_is_raised(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(fill_arrays, "threads", lambda: count)
+    monkeypatch.setattr(fill_output_arrays, "threads", lambda: count)
     done: list[int] = []
     noticed = threading.Event()
 
@@ -137,16 +137,16 @@ def test_the_first_failure_cancels_all_tasks_and_is_raised(monkeypatch: pytest.M
             noticed.set()
         return found
 
-    real_wait = fill_arrays.wait
-    monkeypatch.setattr(fill_arrays, "wait", wait)
+    real_wait = fill_output_arrays.wait
+    monkeypatch.setattr(fill_output_arrays, "wait", wait)
     with pytest.raises(DamagedSource):
-        fill_arrays.in_parallel(iter([lambda: 1, fail] + [later] * 1000), done.append)
+        fill_output_arrays.in_parallel(iter([lambda: 1, fail] + [later] * 1000), done.append)
     assert done in ([], [1])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("legroom-read")]
 
 
 def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill_arrays, "threads", lambda: 3)
+    monkeypatch.setattr(fill_output_arrays, "threads", lambda: 3)
     together = threading.Barrier(3, timeout=60)  # passes only if three wait at once
 
     def meet() -> int:
@@ -154,7 +154,7 @@ def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return 5
 
     seen: list[int] = []
-    fill_arrays.in_parallel([meet, meet, meet], seen.append)
+    fill_output_arrays.in_parallel([meet, meet, meet], seen.append)
     assert seen == [5, 5, 5]
 
 
@@ -163,11 +163,11 @@ def test_large_arrays_are_copied_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc" + array.tobytes())
     out, seen = np.zeros_like(array), list[int]()
     with SourceFile(tmp_path / "x") as file:
-        fill_arrays.copy_raw(file, 3, out, seen.append)
+        fill_output_arrays.copy_raw(file, 3, out, seen.append)
         np.testing.assert_array_equal(out, array)
         assert len(seen) == 3 and sum(seen) == array.nbytes
         with pytest.raises(DamagedSource, match="truncated"):
-            fill_arrays.copy_raw(file, 4, out, seen.append)
+            fill_output_arrays.copy_raw(file, 4, out, seen.append)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path: Path) -> None:

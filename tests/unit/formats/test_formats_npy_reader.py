@@ -37,6 +37,11 @@ def test_every_version_is_read(tmp_path: Path, version: int) -> None:
     assert read(path).tolist() == [1, 2]
 
 
+def test_a_shape_of_python_2_is_read(tmp_path: Path) -> None:
+    path = raw_npy(tmp_path / "x", "{'descr': '<i2', 'fortran_order': False, 'shape': (2L, 1L), }", b"\1\0\2\0")
+    assert read(path).tolist() == [[1], [2]]
+
+
 def test_field_names_of_version_3_are_utf8(tmp_path: Path) -> None:
     array = np.zeros(2, [("大きさ", "<f4")])
     with pytest.warns(UserWarning):  # numpy's, about version 3
@@ -228,3 +233,19 @@ def test_members_that_are_not_read_may_be_damaged(tmp_path: Path) -> None:
             out: Any = np.empty(3, loaded["a"].dtype)
             reader.read_into("a", out)
             np.testing.assert_array_equal(out, loaded["a"])
+
+
+def test_members_have_the_names_by_which_numpy_finds_them(tmp_path: Path) -> None:
+    names = ["x.npy", "x", "a/b.npy", "y.npy.npy", "y.npy", "only", "z.npy", "z"]
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        for number, name in enumerate(names):
+            buffer = io.BytesIO()
+            np.save(buffer, np.full(3, number))
+            archive.writestr(name, buffer.getvalue() if name != "z" else b"not an array")
+    loaded = np.load(tmp_path / "x.npz")
+    with open_source(tmp_path / "x.npz") as reader:
+        found = [item.name for item in reader.describe().items]
+    assert sorted(found) == ["a/b", "only", "x", "x.npy", "y", "y.npy.npy", "z"]
+    values = {name: read(tmp_path / "x.npz", name)[0] for name in found}
+    assert sorted(values.values()) == [0, 1, 2, 3, 4, 5, 6]
+    assert values == {name: loaded[name][0] if name != "z" else 6 for name in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from doc_pages import blocks_of
 
 import legroom
+from legroom.cache.list_and_verify import info
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, FormatPluginFailed, UnknownFormat, UnreadableSource
 from legroom.formats.detect import FORMATS, open_source
@@ -263,15 +265,19 @@ def test_our_own_records_are_complete() -> None:
 
 
 def test_the_reader_of_the_page_passes_the_contract_tests(tmp_path: Path) -> None:
-    """docs/howto/add-format.md: its package, as pip would install it, and its test file."""
+    """docs/howto/add-format.md: its package, with the metadata that pip would install, and its test file."""
     for block in blocks_of("docs/howto/add-format.md"):
         if name := block.marks.get("file"):
             (tmp_path / name).write_text(block.text)
             assert name != "points_reader.py" or len(block.text.splitlines()) <= 40
-    info = tmp_path / "points_reader-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: points-reader\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\npoints = points_reader:FORMAT\n")
+    pytest.importorskip("setuptools")
+    build = "import sys\nfrom setuptools import build_meta\nbuild_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
+    built = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    (info,) = tmp_path.glob("*.dist-info")
+    assert (info / "top_level.txt").read_text().split() == ["points_reader"]
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_points.py"],
@@ -289,6 +295,72 @@ def test_a_reader_by_name_is_imported_for_its_first_file(install: Install, tmp_p
         'FORMAT = Format("points", "acme_readers:PointsReader", recognizes=lambda one: one.head[:4] == b"PNTS")'
     )
     np.testing.assert_array_equal(legroom.open(path)["xyz"], array)
+
+
+def _contract(folder: Path, reader: str, test: str = "array") -> str:
+    """What pytest prints when the contract runs for the reader of a package, in a process of its own."""
+    (folder / "acme_points.py").write_text(reader)
+    info = folder / "acme_points-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme_points\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\npoints = acme_points:FORMAT\n")
+    (folder / "test_it.py").write_text(CONTRACT)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py", "-k", test],
+        cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+CONTRACT = """
+import numpy as np
+from legroom.testing import FormatContract, FormatSample
+
+POINTS = np.arange(150, dtype="f4").reshape(50, 3)
+
+
+def write(folder):
+    path = folder / "cloud.pts"
+    path.write_bytes(b"PNTS" + len(POINTS).to_bytes(4, "little") + POINTS.tobytes())
+    return path
+
+
+class TestPoints(FormatContract):
+    samples = [FormatSample("points", "points", write, lambda path: {"xyz": POINTS}, large=False)]
+"""
+
+
+def test_a_failed_contract_shows_the_values(tmp_path: Path) -> None:
+    told = _contract(tmp_path, READER.replace("(rows, 3)", "(rows, 2)"), "specs")
+    assert "(50, 2) == (50, 3)" in told
+
+
+@pytest.mark.parametrize("method", ["_describe", "_read", "descriptors", "_close"])
+def test_a_method_that_a_reader_lacks_is_named(method: str, install: Install, tmp_path: Path) -> None:
+    left_open = READER.replace(
+        "    def descriptors", "    def __del__(self):\n        self.file.close()\n\n    def descriptors"
+    )
+    install(left_open.replace("SCALE = 1", "SCALE = 2").replace(f"def {method}(", "def other("))
+    path, _ = points(tmp_path)
+    with pytest.raises(FormatPluginFailed, match="acme_points") as caught:
+        legroom.open(path)
+    assert caught.value.why == f"NotImplementedError: PointsReader has no method {method}"
+
+
+def test_a_table_reader_lacks_a_method_too(install: Install, tmp_path: Path) -> None:
+    _write_table(tmp_path / "x")
+    install(TABLE.replace("def _batches", "def other"))
+    with pytest.raises(FormatPluginFailed) as caught:
+        legroom.open(tmp_path / "x")
+    assert caught.value.why == "NotImplementedError: Reader has no method _batches"
+
+
+def test_without_pytest_the_contract_says_to_install_it(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['pytest'] = None; import legroom.testing"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ModuleNotFoundError: legroom.testing needs pytest, which is not installed: pip install pytest" in ran.stderr
 
 
 def test_pytest_is_needed_by_nothing_but_the_contract_tests() -> None:
@@ -332,13 +404,18 @@ SLABS = READER.replace("Extent(self.path, 8, spec.nbytes) if SCALE == 1 else Non
 ).replace("SourceFile, damaged", "Slab, SourceFile, damaged")  # fmt: skip
 
 
-def test_a_package_may_read_tables(install: Install, tmp_path: Path) -> None:
+def _write_table(path: Path) -> Any:
     pa = pytest.importorskip("pyarrow")
     table = pa.table({"id": list(range(100)), "text": ["x" * i for i in range(100)]})
-    with pa.OSFile(str(tmp_path / "x"), "wb") as file:
+    with pa.OSFile(str(path), "wb") as file:
         file.write(b"TABL")
         with pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=30)
+    return table
+
+
+def test_a_package_may_read_tables(install: Install, tmp_path: Path) -> None:
+    table = _write_table(tmp_path / "x")
     install(TABLE)
     assert legroom.open(tmp_path / "x")["table"].equals(table)
     assert legroom.open(tmp_path / "x", keys="id")["table"].column_names == ["id"]
@@ -367,5 +444,109 @@ def test_a_package_that_is_broken_does_not_keep_image_folders_from_being_read(in
     (tmp_path / "empty").mkdir()
     install("import no_such_module")
     assert legroom.open(tmp_path / "x").info.format == "imagefolder"
+    (tmp_path / "empty" / "what.pts").write_bytes(b"PNTS")
     with pytest.raises(FormatPluginFailed, match="acme_points"):
         legroom.open(tmp_path / "empty")
+
+
+def _write_token_file(folder: Path) -> Path:
+    np.arange(1000, dtype=np.uint16).tofile(folder / "train.bin")
+    return folder / "train.bin"
+
+
+def _write_text(folder: Path) -> Path:
+    (folder / "t.txt").write_text("hello world\n" * 40)
+    return folder / "t.txt"
+
+
+def _write_gzip(folder: Path) -> Path:
+    (folder / "a.tar.gz").write_bytes(gzip.compress(bytes(1000)))
+    return folder / "a.tar.gz"
+
+
+def _make_empty(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def _make_mixed(folder: Path) -> Path:
+    (folder / "mixed").mkdir()
+    np.save(folder / "mixed" / "a.npy", np.arange(3))
+    (folder / "mixed" / "notes.csv").write_text("a,b\n")
+    return folder / "mixed"
+
+
+@pytest.mark.parametrize(
+    "write, advice",
+    [
+        (_write_token_file, "dtype='uint16'"),
+        (_write_text, "numpy.save"),
+        (_write_gzip, "gunzip -k"),
+        (_make_empty, "pass a file in it"),
+        (_make_mixed, "*.npy"),
+    ],
+)
+def test_a_package_that_is_broken_does_not_hide_what_is_known(
+    write: Callable[[Path], Path], advice: str, install: Install, tmp_path: Path
+) -> None:
+    path = write(tmp_path)
+    with pytest.raises((UnknownFormat, UnreadableSource)) as without:
+        legroom.open(path)
+    install("import no_such_module")
+    with pytest.raises((UnknownFormat, UnreadableSource)) as caught:
+        legroom.open(path)
+    assert any(advice in step for step in caught.value.fix)
+    assert caught.value.why == without.value.why and caught.value.fix[:-1] == without.value.fix
+    assert "acme_points" in caught.value.fix[-1] and "no_such_module" in caught.value.fix[-1]
+
+
+def test_a_check_of_a_token_file_beside_a_broken_package_asks_for_the_size(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("import no_such_module")
+    for name in ("train.bin", "train.tokens"):
+        path = _write_token_file(tmp_path).rename(tmp_path / name)
+        assert run(["check", "--data", str(path), "--batch", "4"]) == 2
+        told = capsys.readouterr().err
+        assert "--sample-bytes 4KB" in told and "acme_points" in told and "dtype" not in told
+
+
+def test_a_file_of_a_broken_package_may_still_be_one_of_tokens(install: Install, tmp_path: Path) -> None:
+    path = _write_token_file(tmp_path).rename(tmp_path / "train.tokens")
+    install("import no_such_module")
+    with pytest.raises(FormatPluginFailed, match="acme_points") as caught:
+        legroom.open(path)
+    assert any("dtype='uint16'" in step for step in caught.value.fix)
+    assert len(legroom.open(path, dtype="uint16")["tokens"]) == 1000
+
+
+@pytest.mark.parametrize("whole", ["broken", "uninstalled"])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_entries_are_listed_verified_and_dropped_by_path_without_the_package(
+    kind: str, whole: str, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:  # its data may be in other files, which its reader finds
+        file["x"] = np.arange(5)
+    legroom.open(tmp_path / "a.h5").close()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path, _ = points(folder)
+    if kind == "directory":
+        path = folder
+    install(READER if kind == "file" else DIRECTORY)
+    legroom.open(path).close()
+    key = info(path).key
+    install("raise RuntimeError('imported')" if whole == "broken" else READER)
+    if whole == "uninstalled":
+        for record in (tmp_path / "site").glob("*.dist-info/entry_points.txt"):
+            record.unlink()
+        importlib.invalidate_caches()
+    for verb in ("list", "info", "verify", "drop"):
+        assert run(["cache", verb, str(path), "--json"]) == 0, capsys.readouterr()
+        told = capsys.readouterr().out
+        assert key in told and str(tmp_path / "a.h5") not in told
+        if verb == "verify":
+            (checked,) = json.loads(told)["entries"]
+            assert checked["whole"] and checked["source_state"] == ("same" if kind == "file" else "not-checked")
+    assert "acme_points" not in sys.modules or whole == "uninstalled"

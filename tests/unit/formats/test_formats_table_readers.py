@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -164,6 +167,69 @@ def test_memory_stays_small_while_a_large_row_group_is_written(tmp_path: Path) -
     assert peak < 25_000_000, done.stderr
 
 
+LYING = """
+import sys, pyarrow as pa, legroom
+from pathlib import Path
+from legroom.errors import LegroomError
+from legroom.formats.detect import open_source
+try:
+    if sys.argv[3] == "stream":
+        list(legroom.stream(sys.argv[1], batch_size=1000, memory="128MB"))
+    else:
+        with open_source(sys.argv[1]) as reader:
+            reader.describe()
+            reader.write_table("table", Path(sys.argv[2]))
+except LegroomError as problem:
+    print(problem.code, pa.default_memory_pool().max_memory())
+"""
+
+
+@pytest.mark.parametrize("how", ["cache", "stream"])
+@pytest.mark.parametrize("columns", [1, 20])
+def test_a_page_that_claims_to_be_longer_than_its_column_takes_no_memory(
+    tmp_path: Path, columns: int, how: str
+) -> None:
+    """pyarrow takes the memory that a page's header states before it reads the page, if it reads page by page."""
+    values = pa.array([bytes(128)] * 25_000, pa.binary(128))  # pages of 20,000 rows
+    table = pa.table({f"c{i}": values for i in range(columns)})
+    options = {"use_dictionary": False, "compression": "none", "data_page_size": 4 << 20, "write_statistics": False}
+    pq.write_table(table, tmp_path / "x", **options)
+    start = pq.ParquetFile(tmp_path / "x").metadata.row_group(0).column(columns - 1).data_page_offset
+    whole = bytearray((tmp_path / "x").read_bytes())
+    sizes = [at for at in range(start, start + 12) if whole[at] == 0x15]  # fields 1 to 3: kind and two sizes
+    assert [at - start for at in sizes[:3]] == [0, 2, 7]
+    whole[sizes[2] + 1 : sizes[2] + 5] = b"\xfe\xff\xff\x7f"  # 134 MB, which the file does not have
+    (tmp_path / "x").write_bytes(whole)
+    done = subprocess.run(
+        [sys.executable, "-c", LYING, tmp_path / "x", tmp_path / "out", how], capture_output=True, text=True,
+        env={**os.environ, "LEGROOM_SHM": str(tmp_path)},
+    )  # fmt: skip
+    code, peak = done.stdout.split()
+    assert code == "damaged-source" and int(peak) < 60_000_000, done.stdout
+
+
+class Kms(encryption.KmsClient):
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+
+    def wrap_key(self, key: bytes, _: str) -> bytes:
+        return base64.b64encode(key)
+
+    def unwrap_key(self, key: bytes, _: str) -> bytes:
+        return base64.b64decode(key)
+
+
+def test_encrypted_columns_are_named_so_and_others_are_read(tmp_path: Path) -> None:
+    how = encryption.EncryptionConfiguration(footer_key="f", column_keys={"c": ["id"]}, plaintext_footer=True)
+    keys = encryption.CryptoFactory(Kms).file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    table = pa.table({"id": [1, 2], "x": [1.0, 2.0]})
+    with pq.ParquetWriter(tmp_path / "x", table.schema, encryption_properties=keys) as writer:
+        writer.write_table(table)
+    with pytest.raises(UnsupportedData, match="has encrypted columns"):
+        copy(tmp_path / "x", tmp_path / "out")
+    assert copy(tmp_path / "x", tmp_path / "out", ["x"])[1].equals(table.select(["x"]))
+
+
 # Columns and schemas.
 
 
@@ -229,3 +295,43 @@ def test_views_and_unions_come_through_arrow(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(tmp_path / "x"), table.schema) as to:
         to.write_table(table)
     assert copy(tmp_path / "x", tmp_path / "out")[1].equals(table)
+
+
+def sparse(rows: int) -> Any:
+    return pa.UnionArray.from_sparse(pa.array([0] * rows, pa.int8()), [pa.array(range(rows), pa.int64())])
+
+
+def dense(rows: int) -> Any:
+    places = pa.array(range(rows), pa.int32())
+    return pa.UnionArray.from_dense(pa.array([0] * rows, pa.int8()), places, [pa.array(range(rows), pa.int64())])
+
+
+@pytest.mark.parametrize("union", [sparse, dense])
+@pytest.mark.parametrize(
+    "column",
+    [
+        lambda union: [union(2), union(2).slice(0, 0)],
+        lambda union: [union(0)],
+        lambda union: [pa.ListArray.from_arrays([0, 0], union(0))],
+        lambda union: [pa.StructArray.from_arrays([one], ["a"]) for one in (union(0), union(1))],
+    ],
+    ids=["a-batch-without-rows", "no-rows", "empty-lists", "struct"],
+)
+def test_unions_without_rows_are_read(column: Any, union: Any, tmp_path: Path) -> None:
+    chunks = column(union)
+    batches = [pa.RecordBatch.from_pydict({"u": chunk}) for chunk in chunks]
+    with pa.ipc.new_file(tmp_path / "x", batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+    code = f"""
+import pyarrow as pa
+from pathlib import Path
+from legroom.formats.detect import open_source
+with open_source(Path({str(tmp_path / "x")!r})) as reader:
+    reader.write_table("table", Path({str(tmp_path / "out")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    with pa.ipc.open_file(tmp_path / "out") as found:
+        assert found.read_all().to_pydict() == pa.Table.from_batches(batches).to_pydict()

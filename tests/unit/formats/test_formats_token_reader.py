@@ -62,8 +62,9 @@ def test_only_integers_are_tokens(given: Any) -> None:
 def test_a_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"\x01\x02\x03\x04\x05\x06\x07")
-    with pytest.raises(DamagedSource, match="7 bytes"):
+    with pytest.raises(DamagedSource, match="7 bytes") as caught:
         read(path, "<u2")
+    assert caught.value.fix[0] == "pass the dtype it was written with"
     with pytest.raises(DamagedSource, match="empty"):
         path.write_bytes(b"")
         read(path, "<u2")

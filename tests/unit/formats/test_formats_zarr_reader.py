@@ -49,6 +49,18 @@ def test_large_arrays_are_read_in_pieces_cut_between_chunks(tmp_path: Path) -> N
     assert len(seen) == 2 and seen[0] % 24_000_000 == 0
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+def test_few_chunks_are_read_at_once(columns: int, tmp_path: Path) -> None:
+    # zarr makes a task of every chunk: a billion of one byte each took more memory than the machine has.
+    root = zarr.create_group(store=str(tmp_path / "x"))
+    root.create_array("a", shape=(5000, columns), dtype="i1", chunks=(1, 1), fill_value=7)
+    seen: list[int] = []
+    with open_source(tmp_path / "x") as reader:
+        out = np.empty((5000, columns), np.int8)
+        reader.read_into("a", out, seen.append)
+    assert (out == 7).all() and sum(seen) == out.nbytes and max(seen) <= 4096
+
+
 def test_chunks_never_written_are_filled(tmp_path: Path) -> None:
     root = zarr.create_group(store=str(tmp_path / "x"))
     root.create_array("a", shape=(10,), dtype="i4", chunks=(3,), fill_value=7)[0:2] = 1

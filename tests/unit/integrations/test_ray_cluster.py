@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from legroom.cache import remembered_sources
+from legroom.cache import source_digest_records
 from legroom.cache.download import PIECE
 from legroom.cache.list_and_verify import entries
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
@@ -28,7 +28,7 @@ def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     for variable, name in (("LEGROOM_SHM", "shm"), ("LEGROOM_DIR", "disk")):
         (tmp_path / name).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / name))
-    monkeypatch.setattr(remembered_sources, "_here", {})
+    monkeypatch.setattr(source_digest_records, "_here", {})
     file = io.BytesIO()
     np.save(file, ROWS)
     return file.getvalue()

@@ -153,6 +153,15 @@ def test_windows_of_tracemalloc_name_what_no_variable_keeps(script: str) -> None
     assert diagnose([_record(90 * KB, windows=once)]).sites[0].kind == "native"
 
 
+def test_a_line_that_a_variable_names_is_not_named_again_for_the_rest(script: str) -> None:
+    windows = [
+        TraceWindow(steps, 0.1, [(script, 3, steps * 2, steps * 80 * KB, steps, steps * 40 * KB)])
+        for steps in (6, 12, 20)
+    ]
+    found = diagnose([_record(160 * KB, holders={0: _holder(script, 80 * KB)}, windows=windows)]).sites
+    assert [(site.kind, site.line and site.line.line) for site in found] == [("tensors", 3), ("native", None)]
+
+
 def test_too_few_samples_are_said_to_be_too_few() -> None:
     report = diagnose([_record(80 * KB, count=5)])
     assert not report.sites and report.processes[0].reason is not None

@@ -28,7 +28,7 @@ folder, name, steps, records = sys.argv[1:]
 sys.path.insert(0, folder)
 import torch, leaking_loops
 from legroom.leak import memory_recorder
-from legroom.system.step_callbacks import step
+from legroom.system.training_step_listeners import step
 
 memory_recorder._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
 torch.set_num_threads(1)

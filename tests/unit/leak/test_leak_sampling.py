@@ -15,7 +15,7 @@ from legroom.leak import leak_report, memory_recorder
 from legroom.leak import shm_files_by_line as shm
 from legroom.leak.memory_recorder import Recorder
 from legroom.records.memory_growth import SourceLine
-from legroom.system import step_callbacks
+from legroom.system import training_step_listeners
 
 COST = 0.01  # seconds of CPU time for a sample
 
@@ -85,7 +85,9 @@ def test_after_an_error_the_end_removes_what_was_put_in_place(tmp_path: Path, mo
     recorder._sample_safely()
     assert not recorder.running and recorder._window_holders == {}
     recorder.stop()
-    assert not recorder.torch.installed and not step_callbacks.listeners and recorder._shm not in shm._listening
+    assert (
+        not recorder.torch.installed and not training_step_listeners.listeners and recorder._shm not in shm._listening
+    )
     recorder._writer.write("note", text="too late")
     assert "too late" not in recorder._writer.path.read_text() and "ZeroDivision" in recorder._writer.path.read_text()
 

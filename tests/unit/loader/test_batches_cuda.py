@@ -122,6 +122,21 @@ def test_rows_come_back_as_what_they_are(name: str, shape: tuple[int, ...]) -> N
     assert back.numpy().dtype == column.dtype
 
 
+def test_rows_of_a_type_that_numpy_has_not(tmp_path: Path) -> None:
+    whole = torch.arange(150.0).reshape(50, 3).to(torch.bfloat16)
+    stored = Stored(tmp_path, x=whole.view(torch.uint16).numpy())
+    options: Any = {"files": stored.files, "types": {"x": torch.bfloat16}}
+    for entry, more in ((SHM, {}), (SHM, {"path": "cuda-pinned"}), (DISK, {}), (SHM, {"resident": True})):
+        settings = BatchSettings(5, device="cuda", **more)
+        gatherer = open_gatherer(stored.columns, entry, settings, driver=FakeDriver(), **options)  # type: ignore[arg-type]
+        batch = gatherer.gather(ROWS)
+        assert batch["x"].dtype == torch.bfloat16 and torch.equal(batch["x"], whole[torch.from_numpy(ROWS)])
+        del gatherer
+    stored.columns.clear()
+    gc.collect()
+    assert len(RESOURCES) == 0
+
+
 @pytest.mark.parametrize(
     ("nbytes", "address", "width"), [(196608, 128, 8), (12, 64, 4), (6, 64, 2), (105, 64, 1), (8, 4, 4), (8, 3, 1)]
 )

@@ -497,7 +497,7 @@ def test_columns_that_a_device_cannot_hold_stay_in_memory(tmp_path: Path, monkey
 
         def close(self) -> None: ...
 
-    def opened(columns: Any, entry: Any, settings: Any, *, files: Any) -> Device:
+    def opened(columns: Any, entry: Any, settings: Any, *, files: Any, types: Any) -> Device:
         told.append((sorted(columns), entry.backing, settings.device, settings.resident, sorted(files)))
         return Device()
 
@@ -522,7 +522,9 @@ def test_integers_of_numpy_are_integers(data: Data) -> None:
     batches.load_state_dict(state)
 
 
-@pytest.mark.parametrize("changed", [{"position": 1.5}, {"position": True}, {"position": "3"}, {"epoch": "a"}])
+@pytest.mark.parametrize(
+    "changed", [{"position": 1.5}, {"position": True}, {"position": "3"}, {"epoch": "a"}, {"epoch": 2**64}]
+)
 def test_a_state_with_what_is_no_number_is_damaged(data: Data, changed: dict[str, Any]) -> None:
     batches = data.batches(10, shuffle=True)
     with pytest.raises(UsageError, match="damaged"):

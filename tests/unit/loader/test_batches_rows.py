@@ -158,6 +158,8 @@ def test_rows_of_token_files_are_windows(tmp_path: Path, monkeypatch: pytest.Mon
         (np.ones(5, bool), r"a mask of \[5\] values was given, for 97 rows"),
         (1000, r"rows must be a range, a slice, row numbers or a mask \(got int\)"),
         ([0.5, 1.0], "float64"),
+        ([True, 2], "row numbers and True or False are mixed"),
+        ((1, np.bool_(False)), "row numbers and True or False are mixed"),
         ([[0], [1]], r"shape \[2, 1\]"),
         ("train", "got str"),
         (slice("a", None), "got slice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +19,10 @@ import pytest
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from legroom.errors import BatchLost, WorkerDied
-from legroom.loader.dataloader import dataloader, explain_worker_crash
+from legroom.loader.dataloader import dataloader, explain_start_failure, explain_worker_crash
 from legroom.loader.dataloader.dataloader import DataLoader
 from legroom.loader.dataloader.worker_shutdown import IMPORTED_MAIN
-from legroom.records.machine import Memory, MemoryEvents
+from legroom.records.machine import Memory, MemoryEvents, Pool
 
 
 def memory(kills: int | None, scope: str = "cgroup") -> Memory:
@@ -177,3 +179,20 @@ def test_a_kill_by_the_kernel_right_after_the_start_is_counted(monkeypatch: pyte
     workers: Any = [SimpleNamespace(pid=100, exitcode=-9)]
     died = explain_worker_crash.WorkerGroup(workers, "fork", memory(0)).explain(BatchLost("gone"))
     assert died is not None and "rose from 0 to 1" in died.why
+
+
+def test_semaphores_without_space_in_shm_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    full = Pool("shm", 20 << 20, 20 << 20, 0, "statvfs")
+    monkeypatch.setattr(explain_start_failure, "shm_space", lambda *_: full)
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", refuse)
+    with pytest.raises(OSError, match="No space left") as caught:
+        next(iter(DataLoader(list(range(4)), num_workers=1)))
+    note = "\n".join(caught.value.__notes__)
+    assert note.startswith("legroom: /dev/shm has 0 B of 20 MB free") and "df -h /dev/shm" in note
+    monkeypatch.setattr(explain_start_failure, "shm_space", lambda *_: replace(full, free=20 << 20))
+    with pytest.raises(OSError, match="No space left") as caught:
+        next(iter(DataLoader(list(range(4)), num_workers=1)))
+    assert not hasattr(caught.value, "__notes__")

@@ -17,7 +17,7 @@ from share_data import Noise, Trainers, reference
 
 from legroom.errors import UsageError
 from legroom.loader.dataloader.sharing import copy_batches_to_gpu
-from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
+from legroom.loader.dataloader.sharing.assign_copies_to_gpu import Claim, RingMemory
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import ClaimAnswer, GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import groups
 from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits

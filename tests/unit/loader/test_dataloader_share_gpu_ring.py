@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, Ring
+from legroom.loader.dataloader.sharing.assign_copies_to_gpu import Claim, Ring
 
 MB = 1 << 20
 

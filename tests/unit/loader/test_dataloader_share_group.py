@@ -26,11 +26,12 @@ from legroom.errors import BudgetTooSmall, ShareMismatch, ShareUnsupported
 from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing import group_settings, producer_client, start_producer_process
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import MadeBatch, Window
-from legroom.loader.dataloader.sharing.group_folder import GroupFiles, groups
+from legroom.loader.dataloader.sharing.group_folder import SOCKET, GroupFiles, groups
 from legroom.loader.dataloader.sharing.map_slots_in_trainer import PrivateSlots
 from legroom.loader.dataloader.sharing.produce_and_serve_batches import Made, Producer, Trainer
 from legroom.loader.dataloader.sharing.producer_client import Group, LongWaits
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
+from legroom.system.unix_sockets import HIDDEN, listen
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -378,6 +379,43 @@ def test_random_kills_change_no_batch_of_any_trainer(
     group.wait_for(lambda: not group.producers())
     held = [name for pid, _ in share_data.commands() for name in share_data.slots_of(pid, str(group.folder))]
     assert not held, held
+    groups()  # the last trainer may have left a producer that was being killed: the next look removes its files
+
+
+@pytest.mark.parametrize("kind", [SOCKET, SOCKET + HIDDEN])
+def test_files_of_a_producer_that_is_being_killed_are_removed_when_it_is_gone(tmp_path: Path, kind: str) -> None:
+    """Its sockets may be closed some milliseconds before its lock, and it may not listen yet."""
+    tmp_path.chmod(0o700)
+    files = GroupFiles(tmp_path, "key")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
+        bound.bind(str(tmp_path / ("key" + kind)))
+    lock = files.lock()
+    assert lock is not None
+    threading.Timer(0.1, lock.release).start()
+    files.remove_leftovers()
+    assert len(list(tmp_path.iterdir())) == 2
+    files.remove_leftovers(20)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_producer_that_lives_is_not_waited_for(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    files = GroupFiles(tmp_path, "key")
+    with files.lock() as _, listen(files.folder, "key" + SOCKET):  # type: ignore[union-attr]
+        began = time.monotonic()
+        files.remove_leftovers(20)
+        assert time.monotonic() - began < 10 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_producer_killed_before_it_listened_does_not_stop_the_next(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    files = GroupFiles(tmp_path, "key")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
+        bound.bind(str(tmp_path / ("key" + SOCKET + HIDDEN)))
+    with listen(files.folder, "key" + SOCKET):
+        connection = files.connect()
+        assert connection is not None
+        connection.close()
 
 
 class Sent:

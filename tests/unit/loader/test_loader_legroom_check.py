@@ -12,7 +12,7 @@ from machines import MB, healthy, with_pool
 
 from legroom.advice.job_settings_to_workload import Batch, Demand
 from legroom.loader.legroom_check import _judged_by_trial, _notes
-from legroom.loader.measure.start_dataloader_trial import _result
+from legroom.loader.measure.measure_in_child import _result
 from legroom.loader.measure.start_memory_guard import GuardedRun
 from legroom.records.workload import LoaderTrial, Need, Plan
 

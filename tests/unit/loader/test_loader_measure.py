@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import tune_data
+from forked_measurements import use_forks
 from torch.utils.data import TensorDataset
 
 import legroom
@@ -23,16 +24,17 @@ from legroom.loader import legroom_check
 from legroom.loader.measure import (
     dataloader_trial,
     load_timed_samples,
-    measure_dataset_in_child,
+    measure_in_child,
     memory_guard_script,
     start_memory_guard,
 )
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.load_timed_samples import contents_of
-from legroom.loader.measure.measure_dataset_in_child import measure_dataset, run_loader_in_child
+from legroom.loader.measure.measure_in_child import measure_dataset, run_loader_in_child
 from legroom.loader.measure.start_memory_guard import GuardedRun
 from legroom.loader.tune.remembered_settings import key_of
 from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
+from legroom.records.machine import Pool
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
@@ -396,6 +398,13 @@ class Scores(tune_data.Images):
         return super().__getitem__(index)
 
 
+def test_a_test_that_uses_forks_leaves_new_processes_to_the_others() -> None:
+    before = measure_in_child.run_guarded
+    with pytest.MonkeyPatch.context() as patch:
+        use_forks(patch.setattr)
+    assert measure_in_child.run_guarded is before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
 def test_a_loader_that_is_tried_runs_under_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CompleteLoaderSettings(batch_size=2, num_workers=0, prefetch_factor=2, loader_kind="torch")
@@ -404,7 +413,7 @@ def test_a_loader_that_is_tried_runs_under_a_guard(tmp_path: Path, monkeypatch: 
     failed = run_loader_in_child(tune_data.Raising(), None, settings, 0.0)
     assert isinstance(failed, str) and failed.startswith("ValueError: sample")
     stopped = GuardedRun(None, "ram", 5 << 30, 0, (), killed=False)
-    monkeypatch.setattr(measure_dataset_in_child, "fork_guarded", lambda *_: stopped)
+    monkeypatch.setattr(measure_in_child, "fork_guarded", lambda *_: stopped)
     assert "5 GB of RAM" in str(run_loader_in_child(tune_data.Images(), None, settings, 0.0))
 
 
@@ -416,3 +425,52 @@ def test_a_program_that_leaves_is_not_replaced(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "execv", replace)
     assert legroom.check("tune_data:images", batch_size=2, num_workers=0, leaving=True).verdict == "fits"
+
+
+SCRIPT = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("{name}", type=int, default=4)
+arguments = parser.parse_args()
+train_set = [float(arguments.size)] * 8
+"""
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_a_script_that_parses_its_command_line_at_import_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("parses_none.py").write_text(SCRIPT.format(name="--size"))
+    assert measure_dataset("parses_none.py:train_set", batch_size=4).rows == 8
+    Path("needs_one.py").write_text(SCRIPT.format(name="size"))
+    with pytest.raises(DatasetFailed) as caught:
+        measure_dataset("needs_one.py:train_set", batch_size=4)
+    assert "needs_one.py" in caught.value.why and "parser.parse_args()" in caught.value.why
+    assert "argparse.py" not in caught.value.why
+
+
+def test_a_full_shm_is_not_blamed_on_the_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    from legroom.loader.dataloader import explain_start_failure
+
+    full = Pool("shm", 20 << 20, 20 << 20, 0, "statvfs")
+    monkeypatch.setattr(explain_start_failure, "shm_space", lambda *_: full)
+    answer: dict[str, Any] = {"error": DatasetFailed("", fix=("look at the dataset",)).as_dict(), "tail": []}
+    measure_in_child._add_full_shm(answer, OSError(errno.EIO, "Input/output error"))
+    assert answer["tail"] == [] and answer["error"]["fix"] == ["look at the dataset"]
+    measure_in_child._add_full_shm(answer, OSError(errno.ENOSPC, "No space left on device"))
+    assert "0 B of 20 MB free" in answer["tail"][-1] and "num_workers=0" in answer["error"]["fix"][0]
+
+
+def test_the_first_calls_of_a_collate_function_do_not_count() -> None:
+    """They fault in the memory of a batch. tune then chose workers where none were seven times as fast."""
+    calls = []
+
+    def collate(members: list[Any]) -> Any:
+        calls.append(len(members))
+        if calls.count(4) <= 6:
+            time.sleep(0.002)
+        return torch.zeros(4)
+
+    found = measure([torch.zeros(1)] * 8, batch_size=4, collate_fn=collate)
+    assert calls.count(4) > 6 and found.collate_seconds < 0.001

@@ -125,6 +125,7 @@ def test_launchers(env: dict[str, str], found: tuple[int, int]) -> None:
         (3, 3, {}, "rank=3, world_size=3"),
         (-1, 3, {}, "rank=-1, world_size=3"),
         (0, 0, {}, "rank=0, world_size=0"),
+        (2**70, 2**71, {}, r"world_size must be less than 2\*\*31"),
         (0, None, {}, "both rank and world_size"),
         (None, 2, {}, "both rank and world_size"),
         (None, None, {"RANK": "two", "WORLD_SIZE": "3"}, "RANK must be an integer"),

@@ -9,7 +9,7 @@ import pytest
 
 _HEAD = """
 import gc, os
-from legroom.loader.measure.trial_garbage_collections import ForkedCollections, young_until_full
+from legroom.loader.measure.memory_copied_by_gc import ForkedCollections, young_until_full
 
 def ran():
     return sum(of["collections"] for of in gc.get_stats())
@@ -108,6 +108,42 @@ def test_the_program_of_a_dataset_object_goes_on_before_it_starts_its_workers(le
         "forked(2); print(of.go_on(workers=True, restarted=False))"
     )
     assert found == [str(expected)]
+
+
+def test_this_interpreter_has_generations_and_the_question_changes_nothing() -> None:
+    told = _run(
+        "from legroom.loader.measure.memory_copied_by_gc import has_generations\n"
+        "before = gc.get_count(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)\n"
+        "print(has_generations())\n"
+        "after = gc.get_count(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)\n"
+        "print(before[1:] == after[1:] and before[0][1:] == after[0][1:])\n"
+    )
+    assert told[1] == "True"
+    if sys.version_info < (3, 14):  # of later ones it is found out
+        assert told[0] == "True"
+
+
+_INCREMENTAL = """
+import legroom.loader.measure.memory_copied_by_gc as module
+module.has_generations = lambda: False
+"""
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(9, 1), (0, 9), (9, 9), (1, 1)])
+def test_of_another_collector_nothing_is_predicted_and_the_most_is_a_full_one_at_the_fork(
+    own: int, theirs: int
+) -> None:
+    found = _run(
+        f"{_INCREMENTAL}before = gc.get_threshold(); of = ForkedCollections(caller=False); of.postpone(); of.forked()\n"
+        "print(before == gc.get_threshold())\n"
+        f"forked({theirs}); collect({own}); print(of.go_on(workers=True, restarted=False), of.expected(1)); of.expedite()\n"
+        "print(before == gc.get_threshold()); full = gc.get_stats()[2]['collections']; of.forked()\n"
+        "print(gc.get_stats()[2]['collections'] - full); pid = os.fork()\n"
+        "if not pid: os._exit(gc.get_stats()[2]['collections'] - full)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), of.full(1))\n"
+    )
+    mine, others = int(own > 2), int(theirs > 2)
+    assert found == ["True", str(own + theirs > 2), "False", "True", str(mine), str(mine + others), "True"]
 
 
 def test_what_a_program_has_frozen_stays_frozen() -> None:

@@ -193,7 +193,7 @@ def test_memory_that_another_process_took_meanwhile(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("made", [False, True])
 def test_a_copy_that_torch_cannot_use_is_closed(tmp_path: Path, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legroom.cache.remembered_sources.QUIET_NS", 0)  # the files are young
+    monkeypatch.setattr("legroom.cache.source_digest_records.QUIET_NS", 0)  # the files are young
     driver = FakeDriver()
     monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     expected = state()
@@ -248,6 +248,21 @@ def test_an_index_that_names_what_its_shard_lacks_and_tensors_that_are_there_twi
     safetensors.save_file({"ids": torch.zeros(3)}, folder / "more.safetensors")
     with pytest.raises(UnreadableSource, match="twice"):
         legroom.weights(folder)
+
+
+def test_shards_in_a_directory_below_the_index(tmp_path: Path) -> None:
+    # By its last name alone, a shard was another file of that name.
+    (tmp_path / "part").mkdir()
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "part" / "x.safetensors")
+    safetensors.save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "./part/x.safetensors", "b": "part/../x.safetensors"}}))
+    found = legroom.weights(tmp_path)
+    assert (found["a"].tolist(), found["b"].tolist()) == ([1, 1], [0, 0])
+    for outside in ("../x.safetensors", str(tmp_path / "x.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"a": outside}}))
+        with pytest.raises(UnreadableSource, match="not below its directory"):
+            legroom.weights(tmp_path)
 
 
 class Attack:
@@ -363,7 +378,7 @@ def test_files_that_were_removed_meanwhile_are_read_from_their_maps(
 def test_a_copy_that_exists_is_attached_by_the_manifests_alone(
     tmp_path: Path, kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legroom.cache.remembered_sources.QUIET_NS", 0)  # the files are young
+    monkeypatch.setattr("legroom.cache.source_digest_records.QUIET_NS", 0)  # the files are young
     driver = FakeDriver()
     monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     expected = state()

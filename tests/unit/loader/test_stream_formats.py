@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stream_data import write
+from stream_data import small_steps, write, write_one
 
 from legroom.errors import UnsupportedData, UsageError
 from legroom.loader.stream.stream_dataset import stream
@@ -127,3 +127,65 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path = _file(tmp_path, x=[1])
     with pytest.raises(UsageError, match="got 'jax'"):
         stream(path, format="jax")  # type: ignore[arg-type]
+
+
+CUBES = pa.array([[[number, 1], [2, 3], [4, number]] for number in range(90)], pa.list_(pa.list_(pa.int32(), 2), 3))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
+@pytest.mark.parametrize("column", [CUBES, pa.StructArray.from_arrays([CUBES], ["x"])], ids=["lists", "in a struct"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shuffle_buffer": 20, "seed": 1}, {"shuffle_buffer": 500, "batch_size": 70}, {"filters": [("id", ">", 3)]}],
+)
+def test_lists_in_lists_of_a_fixed_size_keep_their_values(
+    tmp_path: Path, kind: str, column: Any, options: dict[str, Any]
+) -> None:
+    # Arrow's take and filter gave values of other rows where the rows are a slice of what was read.
+    path = write_one(tmp_path / "file", pa.table({"id": range(90), "cube": column}), 37, kind)
+    whole, found = column.to_pylist(), 0
+    with small_steps(11):
+        for batch in stream(path, **{"batch_size": 8, **options}, rank=1, world_size=2):
+            for row in batch.to_pylist():
+                assert row["cube"] == whole[row["id"]]
+                found += 1
+    assert found >= 40
+
+
+def test_intervals_and_times_of_day_are_objects(tmp_path: Path) -> None:
+    # pyarrow's to_numpy ends the process at an interval.
+    span, noon = pa.MonthDayNano([1, 2, 3]), datetime.time(12, 0, 5)
+    rows = pa.table({"span": pa.array([span]), "spans": pa.array([[span]]), "noon": pa.array([noon], pa.time32("s"))})
+    (batch,) = stream(write_one(tmp_path / "a.arrow", rows, 1, "arrow"), format="numpy")
+    assert batch["span"].tolist() == batch["spans"][0].tolist() == [span]
+    assert batch["noon"].tolist() == [noon]
+
+
+@pytest.mark.skipif(not hasattr(pa, "bool8"), reason="needs pyarrow 18")
+def test_booleans_of_a_byte_are_booleans(tmp_path: Path) -> None:
+    flags = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([0, 1, 2], pa.int8()))
+    (batch,) = stream(write_one(tmp_path / "a.arrow", pa.table({"flag": flags}), 3, "arrow"), format="numpy")
+    assert batch["flag"].dtype == bool and batch["flag"].tolist() == flags.to_pylist() == [False, True, True]
+
+
+@pytest.mark.parametrize("options", [{"shuffle_buffer": 2}, {"filters": [("id", "==", 1)]}])
+def test_rows_that_arrow_cannot_select_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    if not hasattr(pa, "string_view"):
+        pytest.skip("this pyarrow has no such type")
+    rows = pa.table({"id": [1, 2, 3], "text": pa.array(["a", "b", "c"], pa.string_view())})
+    try:
+        rows.take([0])
+        pytest.skip("this pyarrow can select such rows")
+    except pa.ArrowNotImplementedError:
+        path = write_one(tmp_path / "a.arrow", rows, 3, "arrow")
+    with pytest.raises(UnsupportedData, match="cannot select rows") as caught:
+        list(stream(path, **options))
+    assert "string_view" in caught.value.why
+
+
+def test_a_filter_beside_a_tensor_with_a_permutation(tmp_path: Path) -> None:
+    kind = pa.fixed_shape_tensor(pa.int32(), [2, 3], permutation=[1, 0])
+    tensors = pa.ExtensionArray.from_storage(kind, pa.array([range(6)] * 3, pa.list_(pa.int32(), 6)))
+    path = _file(tmp_path, x=[1, 2, 3], image=tensors)
+    (batch,) = stream(path, filters=[("x", ">", 1)], format="numpy")
+    np.testing.assert_array_equal(batch["image"], tensors.to_numpy_ndarray()[1:])

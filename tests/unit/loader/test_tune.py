@@ -178,3 +178,8 @@ def test_too_little_memory_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "legroom"):
         settings = tuned(machine=none)
     assert settings.plan is not None and settings.plan.verdict == "too-big" and "ram" in caplog.text
+
+
+def test_a_name_is_not_taken_for_a_dataset_of_characters() -> None:
+    with pytest.raises(UsageError, match=r"'data:train_set' is not a dataset"):
+        legroom.tune("data:train_set", batch_size=4)

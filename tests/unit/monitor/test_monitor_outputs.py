@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 import threading
@@ -21,7 +22,7 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 from legroom.errors import CannotListen, UsageError
 from legroom.messages import cells
 from legroom.monitor.history_and_trend import History
-from legroom.monitor.http_server import parse_address
+from legroom.monitor.http_server import Handler, parse_address
 from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
 from legroom.monitor.watch_text import TextOutput, sample_line
@@ -161,6 +162,78 @@ def test_a_client_that_never_reads_does_not_delay_scrapes(served: Prometheus) ->
     finally:
         for one in idle:
             one.close()
+
+
+def _until_answered(served: Prometheus) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if _get(served.url)[0] == 200:
+                return
+        except (OSError, http.client.HTTPException):
+            pass  # on a busy machine a request may not be sent within the limit
+        assert time.monotonic() < deadline
+
+
+def _lines_until_closed(served: Prometheus, first: bytes, more: bytes) -> bytes:
+    """What a client receives that sends ``more`` byte by byte, as long as the server lets it."""
+    parts = urlsplit(served.url)
+    got = b""
+    with socket.create_connection((parts.hostname, parts.port), timeout=0.05) as client:
+        client.sendall(first)
+        deadline = time.monotonic() + 60
+        for byte in itertools.cycle(more):
+            assert time.monotonic() < deadline
+            try:
+                if (part := client.recv(1 << 16)) == b"":
+                    return got
+                got += part
+            except TimeoutError:
+                if more.strip(b"-"):
+                    client.sendall(bytes([byte]))
+            except ConnectionError:
+                return got
+    return got
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [(b"", b"-"), (b"GET /metrics HTTP/1.1\r\nHost: local", b"-"), (b"GET /metr", b"x"),
+     (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ", b"y")],
+)  # fmt: skip
+def test_a_request_must_be_complete_in_time_however_it_comes(
+    served: Prometheus, monkeypatch: pytest.MonkeyPatch, first: bytes, more: bytes
+) -> None:
+    monkeypatch.setattr(Handler, "timeout", 1.0)
+    served._server.clients = threading.BoundedSemaphore(1)
+    served.show(_moment())
+    assert b"200" not in _lines_until_closed(served, first, more)
+    _until_answered(served)  # the only thread is free again
+
+
+def test_requests_on_one_connection_have_a_limit_each(served: Prometheus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "timeout", 60.0)
+    served.show(_moment())
+    parts = urlsplit(served.url)
+    link = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    for _ in range(3):
+        link.request("GET", "/metrics")
+        answer = link.getresponse()
+        assert answer.status == 200 and b"legroom_" in answer.read()
+    link.close()
+
+
+def test_a_client_that_never_reads_is_let_go(served: Prometheus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "timeout", 1.0)
+    monkeypatch.setattr("legroom.monitor.prometheus.metrics_text", lambda *_, **__: "x 1\n" * (1 << 19))
+    served._server.clients = threading.BoundedSemaphore(1)
+    served.show(_moment())
+    parts = urlsplit(served.url)
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((parts.hostname, parts.port))
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 16)  # more than buffers hold
+        _until_answered(served)
 
 
 def test_clients_are_bounded(served: Prometheus) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_machine import MB, FakeMachine
@@ -22,7 +23,7 @@ from legroom.monitor.process_selection import (
     this_process,
     user_processes,
 )
-from legroom.monitor.take_watch_sample import RateLimit, Sampler
+from legroom.monitor.take_watch_sample import RateLimit, Sampler, cache_entries
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, status_of
@@ -368,3 +369,12 @@ def test_pss_is_read_first_of_large_and_of_growing_processes(machine: FakeMachin
     assert 135 in read[0] and 130 in read[2]
     assert {pid for pids in read[:46] for pid in pids} == set(range(100, 140))  # the others have turns too
     assert 120 in read[46] | read[47]
+
+
+def test_a_frozen_object_without_a_name_is_shown_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        SimpleNamespace(key="754eada291bd00-frozen", sources=(), attributes=named, backing="shm", bytes=1, in_use=False)
+        for named in ({}, {"name": "coco-train"})
+    ]
+    monkeypatch.setattr("legroom.cache.list_and_verify.entries", lambda: found)
+    assert [row.source for row in cache_entries()] == ["754eada291bd", "coco-train"]

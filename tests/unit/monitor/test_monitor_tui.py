@@ -91,6 +91,21 @@ def test_everything_is_on_a_small_screen() -> None:
     _shows(_fed(), look)
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_key_stands_with_its_label_in_80_columns(language: str) -> None:
+    from textual.widgets._footer import FooterKey
+
+    speak(language)
+
+    def look(app: Any) -> None:
+        shown = list(app.query(FooterKey))
+        assert len(shown) == 12
+        last = _screen(app)[-1]
+        assert all(one.region.right <= 80 and one.description in last for one in shown), last
+
+    _shows(_fed(5), look)
+
+
 def test_unknown_is_a_word_and_never_a_nought() -> None:
     def look(app: Any) -> None:
         hidden = next(line for line in _screen(app) if "somebody else's" in line)
@@ -430,3 +445,35 @@ def test_keys_are_named_where_they_work() -> None:
     assert words().endswith("escape: all processes")
     state.close()
     assert "escape" not in words()
+
+
+def test_any_key_that_changes_the_table_closes_the_list_of_keys() -> None:
+    state = ScreenState(_fed(90))
+
+    def table() -> str:
+        return state.lines(80)["table"][0].plain
+
+    before = table()
+    state.toggle_keys()
+    assert table() != before
+    state.close()  # escape
+    assert table() == before
+    for change in (lambda: state.sort_by("r"), state.open_next, state.toggle_over_time, state.toggle_cache):
+        state.toggle_keys()
+        change()
+        assert not state.keys and "sort by PSS" not in table()
+    assert state.cache
+
+
+def test_pools_beside_a_scroll_bar_keep_a_line_each() -> None:
+    def look(app: Any) -> None:
+        assert app.query_one("#pools-box").show_vertical_scrollbar
+        first, second, third = (line.split()[0] for line in _screen(app)[1:4])
+        assert (first, second, third) == ("shm", "ram", "swap")
+        assert all(line[57] in "▁▂▃▄▅▆▇█" for line in _screen(app)[1:3])  # its newest reading is not below the bar
+
+    async def work(app: Any, pilot: Any) -> None:
+        await pilot.resize_terminal(60, 13)
+        await _until(pilot, lambda: look(app))
+
+    _on_screen(_fed(), work)

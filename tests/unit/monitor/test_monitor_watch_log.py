@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.monitor.watch_log import WatchLog, json_line, parse_sample, read_samples
+from legroom.monitor.watch_log import InvalidRecord, WatchLog, _Repeats, json_line, parse_sample, read_samples
 from legroom.records.machine import Pressure
 from legroom.records.watch_sample import Annotations, EntryRow, GpuCopyRow, GroupRow, Mark, Moment, Sample, TrainerRow
-from legroom.system.json_records import InvalidRecord
 
 
 def _full(clock: float = 5.0) -> Sample:
@@ -159,7 +158,7 @@ def test_a_log_without_an_end_is_refused_and_a_pipe_is_read(tmp_path: Path, monk
     with subprocess.Popen(["cat", str(log)], stdout=subprocess.PIPE) as writer:  # as the shell writes <(COMMAND)
         assert writer.stdout is not None
         assert list(read_samples(f"/dev/fd/{writer.stdout.fileno()}", pytest.fail)) == made
-    monkeypatch.setattr("legroom.system.open_named_file._WRITER_WITHIN", 0.1)
+    monkeypatch.setattr("legroom.system.open_file_or_pipe._WRITER_WITHIN", 0.1)
     with pytest.raises(UnreadableSource) as caught:
         list(read_samples(fifo, pytest.fail))
     assert "no process writes into this FIFO" in caught.value.why
@@ -209,9 +208,87 @@ def test_lists_that_do_not_change_are_written_once_and_read_back_in_every_sample
     path.write_bytes(b"".join(lines[1:800]))
     found = list(read_samples(path, pytest.fail))
     assert [one.entries for one in found[:4]] == [None] * 4 and found[4:] == [
-        replace(one, groups=new.groups, gpu_copies=new.gpu_copies) for one, new in zip(made[5:], found[4:], strict=True)
+        replace(one, groups=new.groups, gpu_copies=new.gpu_copies, processes=new.processes)
+        for one, new in zip(made[5:], found[4:], strict=True)
     ]
     assert found[-1] == made[-1]
+
+
+def _idle_beside_busy(count: int) -> list[Sample]:
+    """Four processes: one changes in every sample, one in the 5th, two never, and one of these ends."""
+    made = []
+    for n in range(count):
+        rows = (
+            row(1, rss=GB + n, command="busy"),
+            row(2, rss=GB, command="idle", pss=5, pss_at=1.5),
+            row(3, rss=(n >= 5) * MB, command="once"),
+            *(() if n >= 30 else (row(4, rss=MB, command="ends"),)),
+        )
+        made.append(replace(_full(n + 0.25), processes=rows[::-1] if n % 7 == 0 else rows))
+    return made
+
+
+def test_a_process_of_which_nothing_has_changed_is_not_written_again(tmp_path: Path) -> None:
+    path, made = tmp_path / "run.jsonl", _idle_beside_busy(200)
+    log = WatchLog(path, pytest.fail)
+    for moment in moments(made):
+        log.show(moment)
+    log.close()
+    assert list(read_samples(path, pytest.fail)) == made
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [one for line in lines for one in line["processes"]]
+    assert [sum("rss" in one for one in rows if one["pid"] == pid) for pid in (1, 2, 3, 4)] == [200, 4, 5, 1]
+    assert lines[1]["processes"][1] == {"pid": 2, "unchanged_since": 0.25}
+    # Two watches of the same processes into one log.
+    mixed = tmp_path / "mixed.jsonl"
+    logs = WatchLog(mixed, pytest.fail), WatchLog(mixed, pytest.fail)
+    shifted = [replace(one, clock=one.clock + 0.5) for one in _idle_beside_busy(80)]
+    for one, two in zip(moments(made[:80]), moments(shifted), strict=True):
+        logs[0].show(one)
+        logs[1].show(two)
+    for log in logs:
+        log.close()
+    assert list(read_samples(mixed, lambda _: None)) == [
+        one for pair in zip(made[:80], shifted, strict=True) for one in pair
+    ]
+
+
+def test_a_process_whose_line_is_lost_is_as_in_the_line_before_or_left_out(tmp_path: Path) -> None:
+    path, made = tmp_path / "run.jsonl", _idle_beside_busy(30)
+    log = WatchLog(path, pytest.fail)
+    for moment in moments(made):
+        log.show(moment)
+    log.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    told: list[str] = []
+    path.write_bytes(b"".join([*lines[:5], lines[5][:200] + b"\n", *lines[6:]]))  # of process 3 the only line
+    found = list(read_samples(path, told.append))
+    assert len(told) == 1 and [one.pid for one in found[5].processes] == [1, 2, 3, 4]
+    assert found[5].processes[2] == made[4].processes[2] and found[5].processes[1] == made[6].processes[1]
+    path.write_bytes(b"".join(lines[1:]))  # the beginning was removed
+    assert [one.pid for one in next(iter(read_samples(path, pytest.fail))).processes] == [1]
+
+
+@pytest.mark.parametrize(
+    "row", [{"unchanged_since": 1.0}, {"pid": 1, "unchanged_since": "x"}, {"pid": [], "unchanged_since": 1}]
+)
+def test_a_row_that_refers_to_nothing_is_refused(tmp_path: Path, row: object) -> None:
+    path, told = tmp_path / "run.jsonl", list[str]()
+    data = json.loads(json_line(Moment(_full())))
+    path.write_text(json.dumps(data) + "\n" + json.dumps({**data, "processes": [row]}) + "\n" + json.dumps(data))
+    assert len(list(read_samples(path, told.append))) == 2 and "1 line" in told[0]
+
+
+def test_what_is_kept_while_a_log_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legroom.monitor.watch_log._ROWS_KEPT", 8)
+    path, repeats = tmp_path / "run.jsonl", _Repeats()
+    made = [replace(_full(float(n)), processes=(row(n, rss=n), row(1000, rss=MB))) for n in range(50)]
+    log = WatchLog(path, pytest.fail)
+    for moment in moments(made):
+        log.show(moment)
+    log.close()
+    assert [repeats.read(json.loads(line)) for line in path.read_text().splitlines()] == made
+    assert len(repeats._rows) == 8 and len(repeats._newest) <= 8
 
 
 def test_a_log_of_two_watches_at_once_is_reported_and_one_of_two_runs_is_not(tmp_path: Path) -> None:

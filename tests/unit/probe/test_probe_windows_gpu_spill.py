@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.windows_gpu_spill import (
+from legroom.probe.gpu_devices import (
     ADAPTER_COUNTER,
     PROCESS_COUNTER,
     CounterError,
@@ -20,6 +19,7 @@ from legroom.probe.windows_gpu_spill import (
     parse_instance,
     spill,
 )
+from legroom.probe.host_files_and_syscalls import Host
 
 WINDOWS = Host(platform="win32")
 A, B = "luid_0x00000000_0x0000d1b4_phys_0", "luid_0x00000000_0x0000E2C5_phys_0"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import remembered_sources
+from legroom.cache import source_digest_records
 from legroom.remote import remote_errors_and_retries
 
 
@@ -22,7 +22,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(folder))
-    monkeypatch.setattr(remembered_sources, "_here", {})
+    monkeypatch.setattr(source_digest_records, "_here", {})
     monkeypatch.setattr(remote_errors_and_retries, "_FIRST_PAUSE", 0.01)
     return tmp_path / "shm" / f"legroom-{os.geteuid()}"
 

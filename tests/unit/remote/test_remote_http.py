@@ -17,7 +17,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import remembered_sources
+from legroom.cache import source_digest_records
 from legroom.remote import http_connections, object_store, remote_errors_and_retries
 from legroom.remote.remote_object import ObjectStamp, object_url
 from object_server import faulty_proxy, object_server
@@ -127,10 +127,10 @@ def test_noting_a_version_fails_no_open(shm: Path, npy: Encode, monkeypatch: pyt
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
 
-    monkeypatch.setattr(remembered_sources, "existing_stores", fails)
+    monkeypatch.setattr(source_digest_records, "existing_stores", fails)
     url = object_url("http://127.0.0.1:9/x")
-    monkeypatch.setitem(remembered_sources._here, url.identity, (time.time(), ObjectStamp(5, "etag", "a")))
-    remembered_sources.remember(url)
+    monkeypatch.setitem(source_digest_records._here, url.identity, (time.time(), ObjectStamp(5, "etag", "a")))
+    source_digest_records.remember(url)
 
 
 def test_delayed_answers(shm: Path, npy: Encode) -> None:

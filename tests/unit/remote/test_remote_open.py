@@ -26,7 +26,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import drop_and_gc, list_and_verify, remembered_sources
+from legroom.cache import drop_and_gc, list_and_verify, source_digest_records
 from legroom.cache.download import PIECE
 from legroom.remote import object_store, remote_errors_and_retries
 from object_server import Objects, faulty_proxy, object_server
@@ -328,6 +328,25 @@ def test_damage_is_found_by_the_stated_md5(shm: Path, npy: Encode, monkeypatch: 
     assert _work(shm) == [] and list_and_verify.entries() == ()
 
 
+def test_what_has_the_stated_md5_is_found_without_a_download_whichever_reader_built_it(
+    shm: Path, npy: Encode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hashlib
+
+    from legroom.cache import manifest
+    from legroom.remote import remote_object
+
+    monkeypatch.setattr(remote_object, "_etag_md5", lambda _, etag: (etag or "").strip('"') or None)
+    monkeypatch.setattr(Objects, "etag", lambda self, name: '"' + hashlib.md5(self.data[name]).hexdigest() + '"')
+    monkeypatch.setitem(manifest.REVISIONS, "npy", 2)
+    (tmp_path / "x.npy").write_bytes(npy(ROWS))
+    with legroom.open(tmp_path / "x.npy") as local, object_server(x__npy=npy(ROWS)) as server:
+        for _ in range(2):  # the second time by the record of the first
+            with legroom.open(server.url("x.npy")) as data:
+                assert data.info.key == local.info.key != data.info.digest
+        assert "GET" not in {method for method, _ in server.requests}
+
+
 def test_an_etag_that_only_looks_like_an_md5_is_accepted(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +371,7 @@ def test_an_object_replaced_while_it_is_read(shm: Path, npy: Encode) -> None:
         with legroom.open(server.url("x.npy")) as data:  # once more, with the new version
             assert np.array_equal(data["array"], ROWS + 1)
         most = 1000
-        remembered_sources._here.clear()
+        source_digest_records._here.clear()
         server.data["x.npy"] = npy(ROWS - 1)
         with pytest.raises(errors.SourceChanged, match="changed while it was being read"):
             legroom.open(server.url("x.npy"), revalidate=True)

@@ -16,7 +16,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import drop_and_gc, remembered_sources
+from legroom.cache import drop_and_gc, source_digest_records
 from object_server import faulty_proxy
 
 # aiobotocore and moto use what newer Pythons and libraries have deprecated.
@@ -180,7 +180,7 @@ def test_errors(s3: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     _endpoint(monkeypatch, port)
-    remembered_sources._here.clear()
+    source_digest_records._here.clear()
     with pytest.raises(errors.NoCredentials) as caught:
         _open()
     assert caught.value.code == "no-credentials" and "aws configure" in caught.value.fix

@@ -13,25 +13,26 @@ from types import SimpleNamespace
 
 import pytest
 
+from legroom.probe.filesystems_and_cgroups import DiskLevels
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import client_name
-from legroom.records.failure import Level, Reading
-from legroom.records.machine import Gpu, GpuProcess, Gpus
+from legroom.records.failure import Reading
+from legroom.records.machine import Gpu, GpuProcess, Gpus, Level
 from legroom.rescue import job_attempt, job_sampling
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, OomVictims, _unused, make_job_cgroup
 from legroom.rescue.find_failures_in_log import facts_of, named_paths
-from legroom.rescue.job_attempt import EvidenceCollector, RunningAttempt, RunOptions
-from legroom.rescue.job_sampling import (
-    DiskLevels,
-    GpuLevels,
-    JobSampler,
-    StallDetector,
-    cpu_seconds,
+from legroom.rescue.job_attempt import (
+    EvidenceCollector,
+    RunningAttempt,
+    RunOptions,
+    hangs_on_shm,
+    held_shm,
     recent_rate,
+    refused_shm,
     seconds_unread,
     worst_stall,
 )
-from legroom.rescue.job_shm_files import hangs_on_shm, held_shm, refused_shm
+from legroom.rescue.job_sampling import GpuLevels, JobSampler, StallDetector, cpu_seconds
 from legroom.rescue.verdict import classify
 from legroom.system.processes_and_threads import ExitStatus
 

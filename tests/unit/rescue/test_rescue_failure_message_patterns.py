@@ -17,8 +17,8 @@ from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify
 
 WORDINGS: list[dict[str, str]] = json.loads((Path(__file__).parent / "wordings.json").read_text("utf-8"))
-LEAST_RIGHT = {"open": 0.9}  # of the decidable texts; a part that the rules were not written with: 0.85
-LEAST_UNKNOWN = {"open": 0.8, "aside": 0.75, "written": 0.9}  # of the others
+LEAST_RIGHT = {"open": 0.9, "later": 0.8}  # of the decidable texts; a part that the rules were not written with: 0.85
+LEAST_UNKNOWN = {"open": 0.8, "aside": 0.75, "written": 0.9, "unseen": 0.9, "later": 0.75}  # of the others
 
 
 def _verdict(text: str | bytes) -> Verdict:
@@ -43,8 +43,8 @@ def test_the_corpus_holds_its_bars(path: Path) -> None:
 def test_every_text_of_the_corpus_has_its_source() -> None:
     rows: list[dict[str, Any]] = [row for path in score.files() for row in json.loads(path.read_text("utf-8"))]
     assert len(rows) >= 60 and len({row["id"] for row in rows}) == len(rows)
-    assert all(row["text"].strip() and (row["url"] or "https://").startswith("https://") for row in rows)
-    assert all(row["url"] or row["kind"] for row in rows)  # written by hand: what it is a case of
+    assert all(row["text"].strip() and (row.get("url") or "https://").startswith("https://") for row in rows)
+    assert all(row.get("url") or row["kind"] for row in rows)  # written by hand: what it is a case of
 
 
 @pytest.mark.parametrize("row", WORDINGS, ids=lambda row: row["text"].strip()[-60:])
@@ -157,7 +157,8 @@ def test_the_exception_is_found_far_from_the_end_and_far_into_a_line() -> None:
 
 
 def test_more_of_a_file_is_read_where_its_end_names_nothing(tmp_path: Path) -> None:
-    from legroom.rescue.find_failures_in_log import KEEP, read_log
+    from legroom.rescue.find_failures_in_log import KEEP
+    from legroom.rescue.read_log_file import read_log
 
     log = tmp_path / "train.log"
     log.write_text(OOM + "waiting for the other ranks\n" * (2 * KEEP // 28))

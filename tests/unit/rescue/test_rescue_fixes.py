@@ -9,8 +9,8 @@ import pytest
 from machines import healthy, with_pool
 
 from legroom.probe.snapshot import snapshot
-from legroom.records.failure import Cause, Evidence, Level, OomCount, Reading, Verdict
-from legroom.records.machine import Machine, RuntimeEnvironment
+from legroom.records.failure import Cause, Evidence, OomCount, Reading, Verdict
+from legroom.records.machine import Level, Machine, RuntimeEnvironment
 from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.system.processes_and_threads import ExitStatus
@@ -163,3 +163,14 @@ def test_one_array_larger_than_the_machine_is_called_that(size: str) -> None:
     assert classify(small).too_large is None and "larger than" not in "\n".join(
         with_fixes(classify(small), small, machine).fix
     )
+
+
+@pytest.mark.parametrize("replaceable", [True, False])
+def test_the_loader_that_the_job_ran_with_is_not_advised(replaceable: bool) -> None:
+    told = _fixes("shm-full", healthy(), loader_replaceable=replaceable)
+    assert ("legroom run --loader legroom" in told) == replaceable
+
+
+def test_a_job_that_ran_under_legroom_is_not_to_be_run_under_it() -> None:
+    assert "legroom run -- COMMAND" in _fixes("unknown", healthy())
+    assert "legroom run" not in _fixes("unknown", healthy(), ending=ExitStatus(1, None))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.records.failure import Attempt, Level, Reading, SupervisedRun
+from legroom.records.failure import Attempt, Reading, SupervisedRun
 from legroom.records.finding_and_alarm import Alarm
 from legroom.records.loader_settings_and_flags import LoaderSettings
+from legroom.records.machine import Level
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.job_sampling import JobAlarms, JobSampler
 from legroom.rescue.run_report import run_object, run_page

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.rescue.job_shm_files import JobShmFiles
+from legroom.rescue.job_sampling import JobShmFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm")
 

@@ -10,7 +10,8 @@ import pytest
 
 from legroom.errors import UnreadableSource
 from legroom.rescue.failure_message_patterns import code_of
-from legroom.rescue.find_failures_in_log import KEEP, MOST, LogTail, facts_of, read_log
+from legroom.rescue.find_failures_in_log import KEEP, LogTail, facts_of
+from legroom.rescue.read_log_file import MOST, read_log
 
 TEXTS = {
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_12_99_0>: Resource temporarily unavailable (11)": "shm",

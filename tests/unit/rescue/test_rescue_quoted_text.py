@@ -6,7 +6,7 @@ import pytest
 
 from legroom.records.failure import Evidence, Verdict
 from legroom.rescue.find_failures_in_log import facts_of
-from legroom.rescue.log_lines_without_failure import code_lines, without_printed_values
+from legroom.rescue.log_lines_without_failure import code_lines, without_quotations
 from legroom.rescue.verdict import classify
 from legroom.system.processes_and_threads import ExitStatus
 
@@ -112,8 +112,8 @@ def test_what_stands_around_a_report_does_not_hide_it(line: str, cause: str) -> 
 
 
 def test_blanking_keeps_the_length() -> None:
-    for line in ("x Namespace(a='b(', c=[1]) y", "Namespace(a=(1, 2", "a ['b', 'c'] {'d': 'e'}"):
-        assert len(without_printed_values(line)) == len(line)
+    for line in ("x Namespace(a='b(', c=[1]) y", "Namespace(a=('1, 2", "a ['b', 'c'] {'d': 'e'}", "“a” can't 「b"):
+        assert len(without_quotations(line)) == len(line)
 
 
 _OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -135,7 +135,7 @@ _LOGGED = f'Traceback (most recent call last):\n  File "t.py", line 9, in fit\n 
         (f"3%| | 15/500 [00:01]\n{_UNCAUGHT}3%| | 15/500 [00:02]\n", "gpu-oom", 0.85),  # the bar is drawn once more
         (f"{_UNCAUGHT}Job 7 finished at Mon Feb  3 10:04:10 UTC 2025\n", "gpu-oom", 0.85),
         (f"epoch 1 done\nSaved model\n{_UNCAUGHT}", "gpu-oom", 0.85),
-        ("ERROR: CUDA out of memory. Exiting.\n", "gpu-oom", 0.85),
+        ("ERROR: CUDA out of memory. Exiting.\n", "gpu-oom", 0.6),  # printed, not raised
         ("WARNING: CUDA out of memory, retrying with batch 8\n", "unknown", 0.1),
         ("OSError: [Errno 24] Too many open files: 'a'\nstep 4\nstep 5\nall done\n", "unknown", 0.1),
     ],

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.records.failure import Cause, Evidence, Likely, OomCount, Role, Verdict, Victim
+from legroom.records.failure import Cause, Evidence, Level, Likely, OomCount, Reading, Role, Verdict, Victim
 from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.retry_settings import (
     CommandSettings,
     NamedFlag,
+    RetryStep,
     command_settings,
     describe_changes,
     lowered_in_environment,
@@ -248,7 +249,10 @@ def test_a_setting_without_influence_is_not_lowered() -> None:
     assert next_step(opened, command_settings(["t", "--workers", "4"])).raise_descriptors
     assert next_step(opened, command_settings(["t", "--workers", "4"]), descriptors_raised=True).stop
     without = classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"), workers=False))
-    assert without.without_effect == of_workers
+    assert (without.without_effect, without.of_threads) == (frozenset(), of_workers)
+    readings = tuple(Reading(float(n), {"ram": Level(1 + 7 * n, 64)}) for n in range(9))
+    leak = Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"), workers=False, readings=readings)
+    assert (classify(leak).without_effect, classify(leak).of_threads) == (of_workers, frozenset())
     refused = (  # before it starts them
         'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    next(it)\n'
         "legroom.errors.BudgetTooSmall: workers have no memory [budget-too-small]\n"
@@ -256,8 +260,28 @@ def test_a_setting_without_influence_is_not_lowered() -> None:
     before = Evidence(ending=ExitStatus(1), workers=False, log=facts_of(refused.encode()))
     assert classify(before).without_effect == frozenset()
     unsure = classify(Evidence(ending=ExitStatus(signal=9), workers=False))  # unknown, most likely an OOM kill
-    assert unsure.cause == "unknown" and unsure.without_effect == of_workers
-    assert classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"))).without_effect == frozenset()
+    assert unsure.cause == "unknown" and unsure.of_threads == of_workers
+    unseen = classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own")))
+    assert unseen.without_effect == unseen.of_threads == frozenset()
+
+
+def test_what_may_be_a_number_of_threads_is_lowered_when_nothing_else_is_left() -> None:
+    killed = classify(Evidence(ending=ExitStatus(signal=9), oom=OomCount(1, True, "own"), workers=False))
+
+    def after(*words: str) -> RetryStep:
+        return next_step(killed, command_settings(["t", *words]))
+
+    step = after("--workers", "8")
+    assert step.changes == LoaderSettings(num_workers=4) and "only if it sets threads" in step.why
+    assert after("--workers", "8", "--prefetch_factor", "4").changes == LoaderSettings(prefetch_factor=1)
+    assert after("--workers", "8", "--prefetch_factor", "1").changes == LoaderSettings(num_workers=4)
+    both = after("--workers", "8", "--batch_size", "8", "--accum_iter", "1")
+    assert both.changes == LoaderSettings(batch_size=4, accumulation=2) and "threads" not in both.why
+    assert after("--workers", "8", "--batch_size", "1", "--accum_iter", "1").changes == LoaderSettings(num_workers=4)
+    for words in ([], ["--workers", "0"]):
+        assert after(*words).stop
+    named = [NamedFlag("num_workers", "--mine")]  # not on the command line: its number is not known
+    assert next_step(killed, command_settings(["t"], named)).stop
 
 
 @settings(deadline=None)  # a starved machine is no failure
@@ -481,3 +505,9 @@ def test_settings_that_the_user_put_into_the_environment_do_not_rise(
     given: dict[str, Any], lowered: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     assert lowered_in_environment(LoaderSettings(**given), LoaderSettings(**lowered)).given() == wanted
+
+
+def test_a_default_that_is_no_number_is_refused() -> None:
+    assert parse_named("accumulation=--acc=16").value == "16" and parse_named("pin_memory=--pin=yes").value == "yes"
+    with pytest.raises(UsageError, match=r"--flag accumulation must be an integer >= 1 \(got 'x'\)"):
+        parse_named("accumulation=--acc=x")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.records.failure import MEMORY_CAUSES, UNKNOWN, Evidence, Level, LogFacts, OomCount, Reading, Sign, Victim
+from legroom.records.failure import MEMORY_CAUSES, UNKNOWN, Evidence, LogFacts, OomCount, Reading, Sign, Victim
+from legroom.records.machine import Level
 from legroom.rescue.find_failures_in_log import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify
 from legroom.system.processes_and_threads import ExitStatus
@@ -141,6 +142,15 @@ def test_texts_do_not_count_for_deaths_they_do_not_lead_to() -> None:
     assert _verdict(ending=ExitStatus(signal=11), text=CUDA)[0] == "not-memory"
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(11, "the program itself crashed"), (13, "read its output had ended"), (10, "says nothing of memory")],
+)
+def test_a_signal_that_is_no_crash_is_not_called_one(number: int, words: str) -> None:
+    verdict = classify(Evidence(ending=ExitStatus(signal=number)))
+    assert verdict.cause == "not-memory" and any(words in line for line in verdict.evidence)
+
+
 def test_the_pin_thread_s_cuda_error_is_pinned_memory() -> None:
     bare = "Traceback (most recent call last):\n  File 'a'\n{}RuntimeError: CUDA error: out of memory\n"
     assert _verdict(ending=ExitStatus(1), text=bare.format(""))[0] == "gpu-oom"
@@ -160,7 +170,7 @@ REFUSED = (
     "Traceback (most recent call last):\n  File 'a'\n"
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)\n"
 )
-NCCL = "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-9qPzWZ (size {}), No space left on device\n"
+NCCL = "a1:812:840 [0] misc/shmutils.cc:72 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-9qPzWZ (size {}), No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,9 @@ def test_a_bare_cuda_error_is_no_surer_where_no_gpu_was_seen_full() -> None:
     bare = "CUDA error: out of memory\n"
     free, full = {"gpu0": Level(1, 100)}, {"gpu0": Level(95, 100)}
     assert _verdict(text=bare)[0] == _verdict(text=bare, ending=ExitStatus(1), peaks=free)[0] == "unknown"
-    assert _verdict(text=bare, ending=ExitStatus(1), peaks=full) == ("gpu-oom", 0.9)
+    assert _verdict(text=bare, ending=ExitStatus(1), peaks=full) == ("gpu-oom", 0.6)  # only a line: it is often full
+    raised = f"Traceback (most recent call last):\n  File 'a'\nRuntimeError: {bare}"
+    assert _verdict(text=raised, ending=ExitStatus(1), peaks=full) == ("gpu-oom", 0.9)
 
 
 def test_what_counts_here_says_nothing_of_processes_elsewhere() -> None:

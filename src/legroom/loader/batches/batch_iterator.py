@@ -41,7 +41,7 @@ from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGathe
 from legroom.loader.batches.state_dict import EpochPosition, Fingerprint, as_dict, from_dict
 from legroom.loader.rank_sampler import ChosenRows, RankSampler, choose_rows, permutation, process_group, rank_and_world
 from legroom.messages import say
-from legroom.system import step_callbacks
+from legroom.system import training_step_listeners
 from legroom.system.argument_checks import check_integer
 from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once
 
@@ -271,8 +271,8 @@ class _Loop:
             self._progress.given_out = after = ready[0][0]
             if after >= self._half:
                 self._prepare_next_order()
-            if step_callbacks.listeners:
-                step_callbacks.batch_taken()
+            if training_step_listeners.listeners:
+                training_step_listeners.batch_taken()
             return ready.popleft()[1]
         if self._gather_group is not None and self._gather_group():
             return self.__next__()
@@ -291,8 +291,8 @@ class _Loop:
         if after >= self._half:
             self._prepare_next_order()
         upcoming.popleft()
-        if step_callbacks.listeners:
-            step_callbacks.batch_taken()
+        if training_step_listeners.listeners:
+            training_step_listeners.batch_taken()
         return batch
 
     def _prepare_next_order(self) -> None:

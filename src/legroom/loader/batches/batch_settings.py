@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged, TableRows
+from legroom.cache.cached_arrays_and_tables import Ragged
+from legroom.cache.cached_tables import ColumnChunks, TableRows
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
-from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_dtype
+from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, types_of
 from legroom.loader.rank_sampler import Uneven
 from legroom.messages import counted, joined, listed, phrase, say
 from legroom.records.cache_entry import Entry
@@ -36,6 +37,8 @@ from legroom.system.argument_checks import check_arguments, check_integer
 from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
+    import torch
+
     from legroom.cache.cached_arrays_and_tables import CachedData
     from legroom.loader.batches.cuda_calls_for_gather import Driver
     from legroom.loader.batches.legroom_open import Data
@@ -251,20 +254,16 @@ _KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate
 
 def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSettings) -> Gatherer:
     """The gatherer of these columns for these settings."""
-    tensor = None
-    if settings.format == "torch":
-        import torch
-
-        tensor = torch.from_numpy
+    types = types_of(columns, data.info) if settings.format == "torch" else None
     if settings.on_host:
         key = (tuple(columns), settings.batch_size, settings.format, settings.sequence_length, settings.stride)
-        found = data.gatherers.pop(key, None) or HostGatherer(columns, settings.batch_size, tensor)
+        found = data.gatherers.pop(key, None) or HostGatherer(columns, settings.batch_size, types)
         data.gatherers[key] = found
         while len(data.gatherers) > _KEPT_GATHERERS:
             data.gatherers.pop(next(iter(data.gatherers)))
         return found
     columns = {name: data[name] if isinstance(one, ColumnChunks) else one for name, one in columns.items()}
-    movable = {name: column for name, column in columns.items() if _is_tensor(column)}
+    movable = {name: one for name, one in columns.items() if isinstance(one, np.ndarray) and types and types[name]}
     if not movable:
         raise UnsupportedData(
             say(
@@ -277,10 +276,10 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
         )
     extents = {name: data.where(name) for name in movable}
     files = {name: (extent.path, extent.offset) for name, extent in extents.items() if extent is not None}
-    on_device = open_gatherer(movable, data.info, settings, files=files)  # type: ignore[arg-type]
+    on_device = open_gatherer(movable, data.info, settings, files=files, types=types)
     rest = {name: column for name, column in columns.items() if name not in movable}
     return (
-        SplitGatherer(on_device, HostGatherer(rest, settings.batch_size, tensor), list(columns)) if rest else on_device
+        SplitGatherer(on_device, HostGatherer(rest, settings.batch_size, types), list(columns)) if rest else on_device
     )
 
 
@@ -313,21 +312,18 @@ class SplitGatherer:
         self._rest.begin(rows)
 
 
-def _is_tensor(column: Column) -> bool:
-    return isinstance(column, np.ndarray) and torch_dtype(column.dtype) is not None
-
-
 def open_gatherer(
     columns: Mapping[str, NDArray],
     entry: Entry,
     settings: BatchSettings,
     *,
     files: Mapping[str, tuple[Path, int]],
+    types: Mapping[str, torch.dtype | None] | None = None,
     driver: Driver | None = None,
 ) -> Gatherer:
     """The gatherer on a CUDA device; ``files`` has the file and the offset of each column.
 
-    ``driver`` is the device's unless a test passes its own.
+    ``types``: those of the tensors, if not the arrays'. ``driver`` is the device's unless a test passes its own.
     """
     # Here, so that batches in RAM do not load the CUDA modules.
     with import_lock:
@@ -340,7 +336,7 @@ def open_gatherer(
         from legroom.loader.batches.cuda_resident import open_resident
 
     driver = driver or open_driver(settings.device)
-    rows = {name: row_layout(name, column) for name, column in columns.items()}
+    rows = {name: row_layout(name, column, (types or {}).get(name)) for name, column in columns.items()}
     if settings.resident:
         return open_resident(driver, columns, rows, entry)
     if settings.path == "cuda-pinned":

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from legroom.cache.cached_arrays_and_tables import ColumnChunks, Ragged
+from legroom.cache.cached_arrays_and_tables import Ragged, bits_of
+from legroom.cache.cached_tables import ColumnChunks
 from legroom.messages import say
 from legroom.system.processes_and_threads import (
     room_for_threads,
@@ -36,6 +37,8 @@ from legroom.system.processes_and_threads import (
 
 if TYPE_CHECKING:
     import torch
+
+    from legroom.records.cache_entry import Entry
 
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged | ColumnChunks
@@ -80,10 +83,14 @@ class HostGatherer:
     path = "cpu"
     ahead = 1
 
-    def __init__(self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None) -> None:
+    def __init__(
+        self, columns: Mapping[str, Column], batch_size: int, types: Mapping[str, torch.dtype | None] | None
+    ) -> None:
+        """``types``: those of the columns as tensors; None for a column, or for all: they stay arrays."""
         self.group = _group(columns.values(), batch_size)  # how many batches ``gather_group`` gathers at the most
         self._takers = [
-            (name, _taker(column, batch_size, self.group), _wrapper(column, tensor)) for name, column in columns.items()
+            (name, _taker(column, batch_size, self.group), _wrapper(column, types[name] if types else None))
+            for name, column in columns.items()
         ]
 
     @property
@@ -134,10 +141,15 @@ def _group(columns: Iterable[Column], batch_size: int) -> int:
 Taker = Callable[[NDArray, bool], Any]  # row numbers, and whether to use one core only; gives an array, or a list
 
 
-def _wrapper(column: Column, tensor: Callable[[NDArray], Any] | None) -> Callable[[Any], Any]:
-    """What makes the value of a batch from the rows that were taken."""
-    kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
-    wrap = tensor if tensor is not None and torch_dtype(kind) is not None else _unchanged
+def _wrapper(column: Column, dtype: torch.dtype | None) -> Callable[[Any], Any]:
+    """What makes the value of a batch from the rows that were taken: a tensor of that type, or the rows themselves."""
+    wrap: Callable[[Any], Any] = _unchanged
+    if dtype is not None:
+        import torch
+
+        wrap = torch.from_numpy
+        if dtype != torch_dtype(_dtype(column)):
+            wrap = lambda rows: torch.from_numpy(rows).view(dtype)  # noqa: E731
     if not isinstance(column, Ragged):
         return wrap
     return _unchanged if column.text else lambda rows: [wrap(row) for row in rows]
@@ -199,15 +211,26 @@ def _unchanged(array: NDArray) -> NDArray:
     return array
 
 
+def types_of(columns: Mapping[str, Column], entry: Entry) -> dict[str, torch.dtype | None]:
+    """The columns' types as tensors; None where torch has none."""
+    return {name: torch_dtype(_dtype(column), bits_of(entry, name)) for name, column in columns.items()}
+
+
+def _dtype(column: Column) -> np.dtype[Any]:
+    found: np.dtype[Any] = column.values.dtype if isinstance(column, Ragged) else column.dtype
+    return found
+
+
 @cache
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """torch's dtype for that; it has none for strings and dates."""
+def torch_dtype(dtype: np.dtype[Any], bits: str | None = None) -> torch.dtype | None:
+    """torch's dtype for that; it has none for strings and dates. ``bits``: its name, where numpy has no such type."""
     import torch
 
     try:
-        return torch.from_numpy(np.empty(0, dtype)).dtype
+        own = torch.from_numpy(np.empty(0, dtype)).dtype
     except (TypeError, ValueError):
         return None
+    return own if bits is None else getattr(torch, bits, None)
 
 
 _LEAST_SHARED_COPY = 1 << 20  # bytes: below, starting a thread takes longer than the copy

@@ -302,12 +302,12 @@ class RowLayout:
         return torch.empty((count, *self.shape), dtype=self.dtype, device=device)
 
 
-def row_layout(name: str, column: NDArray) -> RowLayout:
-    """The layout of a column's rows; UnsupportedData where torch has no such dtype."""
+def row_layout(name: str, column: NDArray, dtype: torch.dtype | None = None) -> RowLayout:
+    """The layout of a column's rows; UnsupportedData where torch has no such dtype. ``dtype``: None is the column's."""
     import torch
 
     shape = column.shape[1:]
-    dtype = torch_dtype(column.dtype)
+    dtype = dtype or torch_dtype(column.dtype)
     if dtype is None:
         raise UnsupportedData(
             say("{name} cannot be copied to a CUDA device", name=name),

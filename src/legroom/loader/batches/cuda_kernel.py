@@ -1,6 +1,6 @@
 """Gather kernels of few blocks: they read rows from registered memory and leave most of the GPU to the training step.
 
-``index_select`` starts as many blocks as the GPU can hold, although two saturate PCIe. The kernels are compiled on
+``index_select`` starts as many blocks as the GPU can hold, although two are nearly as fast. The kernels are compiled on
 their first use by NVRTC, which torch ships; where that fails, ``CudaRefused`` says why and index_select is used.
 Blocks are few and large. Each multiprocessor that a block occupies is missing to the kernels of the training step, and
 a matrix product that fills the GPU exactly then takes one round more.
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(1024) gather_rows(
 }
 """
 _LEAST_WORDS = 32  # of a row that a warp copies
-_BYTES_IN_FLIGHT = 64  # of each thread
+_BYTES_IN_FLIGHT = 64  # of each thread; more read faster on a slow host, and training was no faster (decision 0018)
 _MOST_BLOCKS = 32  # over PCIe
 _MOST_WORDS = 1 << 31  # per launch: the kernels count in 32 bits, with room for the words in flight
 _WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
@@ -78,7 +78,7 @@ class Grid(NamedTuple):
     threads: int
 
 
-OVER_PCIE = Grid(2, 1024)  # an H200 reads 50 GB/s so, and 54 GB/s with its copy engines
+OVER_PCIE = Grid(2, 1024)  # an H200 reads 39 to 50 GB/s so, and 54 GB/s with its copy engines
 IN_GPU_MEMORY = Grid(528, 128)
 
 

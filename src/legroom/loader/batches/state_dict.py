@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from legroom.errors import UsageError
 from legroom.messages import listed, phrase, say
+from legroom.system.argument_checks import WORD
 
 VERSION = 1
 
@@ -100,7 +101,7 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
                 )
                 raise _refused(what, why, fix, name=name, theirs=theirs, ours=ours)
     numbers = state["epoch"], state["position"]
-    if any(type(one) is not int for one in numbers) or numbers[0] < 0 or not 0 <= numbers[1] <= here.rows:
+    if any(type(one) is not int for one in numbers) or not 0 <= numbers[0] < WORD or not 0 <= numbers[1] <= here.rows:
         raise _refused(
             phrase("the state is damaged"),
             phrase("epoch {epoch}, position {position} of {rows} rows"),

@@ -28,6 +28,7 @@ from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Pr
 from legroom.loader.dataloader.explain_start_failure import (
     explain_argument,
     explain_pickling,
+    note_full_shm,
     refuse_data,
     refuse_no_length,
     refuse_no_length_of,
@@ -319,6 +320,7 @@ class Loader:
             group = group or WorkerGroup(workers(inner) or workers_of_failed_start(problem), method, memory_before)
             explained = self._explain_pickling(problem) or explain_start(problem, method) or group.explain(problem)
             if explained is None:
+                note_full_shm(problem)
                 raise
             try:
                 raise explained from problem

@@ -1,11 +1,12 @@
 """Errors of a DataLoader's constructor and of the start of its workers, each with a reason and what to do.
 
-Arguments that torch rejects, a dataset or function that cannot be pickled, and a TMPDIR whose path is too long for the
-workers' sockets.
+Arguments that torch rejects, a dataset or function that cannot be pickled, a TMPDIR whose path is too long for the
+workers' sockets, and a /dev/shm without a page for the semaphores of their queues.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -16,18 +17,23 @@ from multiprocessing.reduction import ForkingPickler
 from operator import index
 from typing import Any
 
+from legroom.advice.fix_commands import check_room, use_less_shm
 from legroom.errors import BadArgument, BadArgumentType, LoaderError, NoLength, Unpicklable
 from legroom.formats.base_reader import names_shown
 from legroom.loader.dataloader.collate import SlotCollate
-from legroom.messages import listed, phrase, say
+from legroom.messages import listed, phrase, say, step_indent, step_label
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
+from legroom.probe.shm import shm_space
 from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.units import size_or_unknown
 
 _log = logging.getLogger("legroom")
 _SOCKET_NAME = len("/listener-12345678")
 _SHORT_FOLDERS = ("/tmp", "/var/tmp")
 _NAMES_SHOWN = 3
 _VALUE_SHOWN = 100  # characters
+_SEMAPHORES = 1 << 20  # bytes: more than those of all workers of a loader need
 _Explanation = tuple[str, tuple[str, ...]]
 
 
@@ -301,3 +307,27 @@ def use_short_tmpdir(*, required: bool) -> None:
 
 def _short_enough(folder: str) -> bool:
     return len(os.fsencode(folder)) + SOCKET_TAIL <= longest_socket(sys.platform)
+
+
+def explain_full_shm(problem: BaseException | None) -> _Explanation | None:
+    """The reason and what to do if semaphores found no space in /dev/shm; None if that is not what happened.
+
+    The error of Python's names neither /dev/shm nor a file.
+    """
+    while problem is not None:
+        if isinstance(problem, OSError) and problem.errno == errno.ENOSPC and problem.filename is None:
+            break
+        problem = problem.__cause__ or problem.__context__
+    space = shm_space(Host(), "/dev/shm")
+    if problem is None or space.free is None or space.free >= _SEMAPHORES:
+        return None
+    why = say("/dev/shm has {free} of {size} free, and the queues of workers need semaphores there, one page each",
+              free=size_or_unknown(space.free), size=size_or_unknown(space.size))  # fmt: skip
+    return why, (use_less_shm()[0], check_room("/dev/shm"))
+
+
+def note_full_shm(problem: BaseException) -> None:
+    """Add that to the error, which stays as it is: programs catch OSError."""
+    if (found := explain_full_shm(problem)) is not None:
+        steps = (step_label(step) + step.replace("\n", "\n" + step_indent()) for step in found[1])
+        problem.add_note("\n".join((f"legroom: {found[0]}", *steps)))

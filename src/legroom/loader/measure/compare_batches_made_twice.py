@@ -16,7 +16,7 @@ from legroom.loader.dataloader.sharing.group_settings import leaves
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Orders, SeededStream
 from legroom.loader.measure.import_dataset import chosen_batch_size, find_dataset, length
-from legroom.loader.measure.measure_dataset_in_child import in_child
+from legroom.loader.measure.measure_in_child import in_child
 from legroom.messages import say
 
 BATCHES = 4

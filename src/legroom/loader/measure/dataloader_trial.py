@@ -2,7 +2,7 @@
 
 Two epochs, or as much of them as the time allows, with pauses in which the queues fill; more epochs if they are short.
 If its workers may run a full garbage collection in a longer run, a second loader follows in which they do.
-start_dataloader_trial.py starts, watches and stops it. It imports little, because its own memory is measured too.
+measure_in_child.py starts, watches and stops it. It imports little, because its own memory is measured too.
 
 Run as ``python -m legroom.loader.measure.dataloader_trial REQUEST ANSWER``. The answer is a line of JSON for each
 step, so that the progress of a killed child is known.
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from legroom.loader.measure.import_dataset import FoundDataset
-    from legroom.loader.measure.trial_garbage_collections import ForkedCollections
+    from legroom.loader.measure.memory_copied_by_gc import ForkedCollections
     from legroom.probe.copy_on_write import CopiedMemory
 
 _STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
@@ -39,9 +39,10 @@ _PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
 _COMPARED = 2048  # pages that a worker copied, compared at each reading
 _JUDGED = 256  # samples that show whether reading them copies; twice as many pages
 _MORE_EPOCHS, _MORE_S = 16, 2.0  # after two short epochs: memory rises for the first dozens of batches
-# Frames of Legroom and of Python's import
+# Frames of Legroom, of Python's import and of argparse, where a script ends that parses its command line at import
 _NOT_USERS = (os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
-              str(importlib.__file__), "<frozen importlib")  # fmt: skip
+              str(importlib.__file__), "<frozen importlib",
+              os.path.join(os.path.dirname(os.__file__), "argparse.py"))  # fmt: skip
 _HEADING = "Traceback (most recent call last):"
 _TAIL = 5  # lines of a traceback that show where it came from
 _FILES = ("too many open files", "ancdata")
@@ -58,6 +59,7 @@ def main(request: str, answer: str) -> None:
     faulthandler.enable()
     with open(request, encoding="utf-8") as file:
         settings = json.load(file)
+    del sys.argv[1:]  # ours: a script that parses its command line while it is imported must find none
     if os.getcwd() not in sys.path:  # absent under PYTHONSAFEPATH
         sys.path.insert(0, os.getcwd())
     from legroom.loader.measure.import_dataset import FoundDataset, find_dataset
@@ -233,7 +235,7 @@ def _collections(workers: int, method: str | None, caller: bool) -> ForkedCollec
 
     if not workers or (method or get_start_method()) != "fork" or not gc.isenabled():
         return None
-    from legroom.loader.measure.trial_garbage_collections import ForkedCollections
+    from legroom.loader.measure.memory_copied_by_gc import ForkedCollections
 
     collections = ForkedCollections(caller=caller)
     collections.postpone()

@@ -2,7 +2,7 @@
 
 A DataLoader stands for its dataset, with the settings that it was made with.
 
-The import runs in a child process (measure_dataset_in_child.py, dataloader_trial.py), where it can do no harm.
+The import runs in a child process (measure_in_child.py, dataloader_trial.py), where it can do no harm.
 """
 
 from __future__ import annotations
@@ -27,14 +27,25 @@ from legroom.system.lazy_and_optional_imports import require
 _SHOWN = 10  # names of a module that are listed if the requested one is missing
 
 
-def split_name(spec: str) -> tuple[str, str]:
-    """Module or file, and the dotted name of the object in it."""
+def split_name(spec: str, *, collate: bool = False) -> tuple[str, str]:
+    """Module or file, and the dotted name of the object in it; ``collate``: it is to be a collate function."""
     home, colon, name = spec.rpartition(":")
     if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(
-            say("{spec!r} is not the name of a dataset", spec=spec),
+            say(
+                "{spec!r} is not the name of a collate function"
+                if collate
+                else "{spec!r} is not the name of a dataset",
+                spec=spec,
+            ),
             why=say("a name is a module or a file, a colon, and an object in it"),
-            fix=(say("for example data.faces:train_set or train.py:make_dataset"),),
+            fix=(
+                say(
+                    "for example data.faces:collate or train.py:collate"
+                    if collate
+                    else "for example data.faces:train_set or train.py:make_dataset"
+                ),
+            ),
         )
     return home, name
 

@@ -1,7 +1,7 @@
 """Runs a child process that may need more memory than is free, under a guard (memory_guard_script.py).
 
 The guard runs beside this process, in its place if the program has nothing else to do, or is this process itself, for a
-fork of it. measure_dataset_in_child.py and dataloader_trial.py run in the child.
+fork of it. measure_in_child.py and dataloader_trial.py run in the child.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from legroom.errors import UnsupportedData
+from legroom.formats.base_table_reader import bytes_of_batch
 from legroom.formats.file_reads_and_errors import invalid_text
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
@@ -38,7 +39,7 @@ def converter(form: Format) -> Callable[[Any], Any]:
 
 def object_bytes(batch: Any) -> int:
     """Approximate bytes of a batch as Python objects."""
-    return int(batch.nbytes) + _OBJECT * sum(_cells(column) for column in batch.columns)
+    return bytes_of_batch(batch) + _OBJECT * sum(_cells(column) for column in batch.columns)
 
 
 def _cells(column: Any) -> int:
@@ -63,6 +64,8 @@ def _array(path: tuple[str, ...], column: Any) -> Any:
     if isinstance(kind, arrow.FixedShapeTensorType):
         _require_whole(path, column)
         return _owned(column.to_numpy_ndarray())
+    if isinstance(kind, getattr(arrow, "Bool8Type", ())):  # since pyarrow 18; any number but 0 is true
+        return _array(path, column.storage) != 0
     if isinstance(kind, arrow.BaseExtensionType):
         return _array(path, column.storage)
     if types.is_struct(kind):
@@ -75,7 +78,8 @@ def _array(path: tuple[str, ...], column: Any) -> Any:
     if types.is_list(kind) or types.is_large_list(kind):
         _require_whole(path, column)
         return [_array(path, row.values) for row in column]
-    if types.is_floating(kind) or types.is_temporal(kind):
+    # Not of intervals, where Arrow's to_numpy ends the process, and of times, which it refuses by their nanoseconds.
+    if types.is_floating(kind) or types.is_timestamp(kind) or types.is_date(kind) or types.is_duration(kind):
         return _owned(column.to_numpy(zero_copy_only=False))
     if types.is_integer(kind) or types.is_boolean(kind):
         _require_whole(path, column)

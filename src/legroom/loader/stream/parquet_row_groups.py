@@ -4,8 +4,9 @@ The filter is the condition on rows of a stream: read from ``filters=``, checked
 batches. A row group that cannot be decoded within the memory limit is refused.
 
 Neither pre-buffering nor whole column chunks: a reader that buffers 64 kB of each column needs a few megabytes for row
-groups of any size (docs/evidence/parquet-memory.md). Threads decode columns in parallel; each keeps memory of its own,
-so a small limit does without them.
+groups of any size (docs/evidence/parquet-memory.md). It takes as much memory for a page as the page's header says, so
+the headers are read first. Threads decode columns in parallel; each keeps memory of its own, so a small limit does
+without them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 
 from legroom.errors import MissingKey, UsageError
 from legroom.formats.base_reader import missing_key
+from legroom.formats.base_table_reader import arrow_errors, children, selectable, selecting_rows, without_dictionaries
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
 from legroom.formats.parquet_reader import ColumnChunk, Pages, from_footer, from_headers, row_groups
-from legroom.formats.table_reader import arrow_errors, children, without_dictionaries
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
 from legroom.messages import listed, phrase, say
 from legroom.remote.remote_object import SourcePath
@@ -39,7 +40,8 @@ class RowFilter:
     def rows(self, batch: Any) -> Any:
         """The rows of a record batch that pass, as one record batch."""
         arrow = require("pyarrow", "parquet", phrase("Arrow data"))
-        kept = arrow.Table.from_batches([batch]).filter(self.expression).combine_chunks().to_batches()
+        with selecting_rows():
+            kept = arrow.Table.from_batches([selectable(batch)]).filter(self.expression).combine_chunks().to_batches()
         return kept[0] if kept else batch.slice(0, 0)
 
     def __str__(self) -> str:
@@ -51,7 +53,8 @@ def read_filter(filters: Any, schema: Any, where: SourcePath) -> RowFilter | Non
     if filters is None:
         return None
     expression = _expression(filters, schema, where)
-    nothing = schema.empty_table()
+    # empty_table() refuses some types: tensors with a permutation.
+    nothing = require("pyarrow", "parquet", phrase("Arrow data")).Table.from_batches([], schema)
     try:
         nothing.filter(expression)
     except Exception as problem:
@@ -231,13 +234,14 @@ class ParquetSource:
         return {name: [every[leaf.number] for leaf in leaves] for name, leaves in self._leaves.items()}
 
     def _require_fits(self, group: int, division: MemoryDivision) -> None:
+        """Read the headers of all pages: one that is longer than its column is damage, too long ones are refused."""
         chunks = self._chunks(group)
+        found = {name: [_pages(self.path, *self._version, chunk) for chunk in own] for name, own in chunks.items()}
         if from_footer(chunk for own in chunks.values() for chunk in own) <= division.decode:
             return
         needs: dict[str, tuple[int, int]] = {}
-        for name, own in chunks.items():
-            found = [_pages(self.path, *self._version, chunk) for chunk in own]
-            pages = [one for one in found if one is not None]
+        for name, every in found.items():
+            pages = [one for one in every if one is not None]
             needs[name] = sum(page.dictionary for page in pages), sum(page.page for page in pages)
         needed = sum(map(sum, needs.values()))
         if needed > division.decode:

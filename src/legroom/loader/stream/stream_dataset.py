@@ -18,26 +18,24 @@ from legroom.errors import BudgetTooSmall, NoLength, UsageError
 from legroom.loader.rank_sampler import Uneven, process_group, rank_and_world
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
 from legroom.loader.stream.parquet_row_groups import leaf_count
-from legroom.loader.stream.rank_and_worker_shards import (
+from legroom.loader.stream.shard_and_shuffle import (
+    BatchProgress,
+    RowChunk,
     Shard,
     ShardPiece,
     ShardReader,
+    StreamPosition,
     batch_count,
+    batches,
     count_rows,
+    dropped,
     epoch_order,
     pieces,
     rank_range,
     read_pieces,
-    worker_range,
-)
-from legroom.loader.stream.shuffle import (
-    BatchProgress,
-    RowChunk,
-    StreamPosition,
-    batches,
-    dropped,
     window_order,
     windows,
+    worker_range,
 )
 from legroom.loader.stream.stream_files import Catalog, Paths, copied, expand, read_catalog
 from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small

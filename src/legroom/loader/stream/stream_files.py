@@ -27,9 +27,16 @@ from legroom.cache.expand_braces import expand_braces
 from legroom.cache.find_or_build_entry import not_a_path, source_paths
 from legroom.errors import LegroomError, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader, BatchSizes, read_layout
+from legroom.formats.base_table_reader import (
+    arrow_errors,
+    buffer_count,
+    bytes_of_batch,
+    names_of_columns,
+    selectable,
+    selecting_rows,
+)
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile, unreadable
-from legroom.formats.table_reader import arrow_errors, buffer_count, names_of_columns
 from legroom.loader.stream import parquet_row_groups
 from legroom.loader.stream.parquet_row_groups import RowFilter, column_error, read_filter
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
@@ -356,8 +363,9 @@ class IpcSource:
             for start in range(0, facts.rows, rows):
                 with arrow_errors(self.path, doing):
                     part = copied(batch.slice(start, rows))
-                self._steps.read(part.nbytes)
-                self._release_pages(part.nbytes)
+                taken = bytes_of_batch(part)
+                self._steps.read(taken)
+                self._release_pages(taken)
                 yield part
 
     def row_bytes(self, group: int) -> int | None:
@@ -414,4 +422,5 @@ def copied(batch: Any) -> Any:
     import numpy as np
     import pyarrow
 
-    return batch.take(pyarrow.array(np.arange(batch.num_rows)))
+    with selecting_rows():
+        return selectable(batch).take(pyarrow.array(np.arange(batch.num_rows)))

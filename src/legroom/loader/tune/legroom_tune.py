@@ -20,7 +20,7 @@ from legroom.loader.measure.dataloader_throughput import time_step
 from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.import_dataset import FoundDataset, chosen_batch_size, open_loader
 from legroom.loader.measure.load_timed_samples import unchanged_random_state
-from legroom.loader.measure.measure_dataset_in_child import AS_LOADER, in_child, measure_dataset, run_loader_in_child
+from legroom.loader.measure.measure_in_child import AS_LOADER, in_child, measure_dataset, run_loader_in_child
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.remembered_settings import key_of, last_settings, named_key, remember
 from legroom.messages import say
@@ -81,6 +81,12 @@ def tune(
     check_arguments(tune, locals(), ("step_seconds", "preset"))
     _check_step(step_seconds, step)
     require("torch.utils.data", "torch", "legroom.tune")
+    if isinstance(dataset, str):
+        raise UsageError(
+            say("{spec} is not a dataset", spec=repr(dataset)),
+            why=say("a value of type {kind} cannot be used for it", kind="str"),
+            fix=(say("import the dataset, and pass it instead of its name"),),
+        )
     opened = open_loader(dataset, collate_fn)
     dataset, collate_fn, own = opened.dataset, opened.collate_fn, opened.settings
     if batch_size is not None:

@@ -9,7 +9,7 @@
     producer_main                  entry point of the producer's process
     start_producer_process         starts that process, with the dataset as a pickle or by fork
     batch_window_and_late_joiners  which batches are kept, who waits for whom, when a slow trainer is let go
-    assign_gpu_ring_copies         which trainer copies a batch to a GPU, and which read that copy
+    assign_copies_to_gpu           which trainer copies a batch to a GPU, and which read that copy
     producer_messages              messages and descriptors between a trainer and the producer
     group_folder                   the sockets, locks and the producer's log of all groups of a user
     group_settings                 what must be equal in a group, compared by digests of settings, samples and functions

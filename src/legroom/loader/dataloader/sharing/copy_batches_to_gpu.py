@@ -1,7 +1,7 @@
 """In a trainer: brings batches to its GPU, as private tensors that can be written.
 
 A batch of the group is copied from the host once for all trainers on a GPU, into a ring in shared GPU memory
-(``assign_gpu_ring_copies.py`` decides who does it). Every trainer copies its tensors from there within the GPU, and
+(``assign_copies_to_gpu.py`` decides who does it). Every trainer copies its tensors from there within the GPU, and
 releases the slot of the ring when that copy is done. Where a batch is not in the ring, the trainer copies it from
 pinned memory of its own. So no trainer depends on another: one that is stopped or killed costs the others a fraction of
 a second once.
@@ -19,7 +19,7 @@ import numpy as np
 from legroom.errors import UsageError
 from legroom.gpu.cuda_driver_api import READ_WRITE, CudaRefused, DriverApi
 from legroom.loader.dataloader.pin_memory import map_batch
-from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
+from legroom.loader.dataloader.sharing.assign_copies_to_gpu import Claim, RingMemory
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import say
 from legroom.units import format_size

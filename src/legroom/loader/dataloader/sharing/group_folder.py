@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from legroom.errors import ShareUnsupported
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.messages import say
 from legroom.records.watch_sample import GroupRow, TrainerRow
-from legroom.system.unix_sockets import FOLDER_FLAGS, address, open_private_folder, require_same_user, unlink
+from legroom.system.unix_sockets import FOLDER_FLAGS, HIDDEN, address, open_private_folder, require_same_user, unlink
 
 FOLDER = "share"
 SOCKET, LOCK, ALONE = ".sock", ".lock", ".alone"
@@ -132,18 +133,32 @@ class GroupFiles:
         for kind in kinds:
             unlink(self.folder, self.key + kind)
 
-    def remove_leftovers(self) -> None:
+    def remove_leftovers(self, patience: float = 0.0) -> None:
         """Remove the files of a producer that was killed, if there is no other.
 
-        One that ended by itself has removed its lock, and left its log only if an error names it.
+        One that ended by itself has removed its lock, and left its log only if an error names it. One that was killed
+        a moment ago may hold its lock for some milliseconds yet: so long it is waited for.
         """
-        try:
-            lock = locks.acquire(self.folder, self.key + LOCK, create=False, lease=True)
-        except FileNotFoundError:
-            return
-        if lock is not None:
-            self.remove(SOCKET, LOG, LOCK)  # the lock last: without its file another producer may start
-            lock.release()
+        until = time.monotonic() + patience
+        while True:
+            try:
+                lock = locks.acquire(self.folder, self.key + LOCK, create=False, lease=True)
+            except FileNotFoundError:
+                return
+            if lock is not None:
+                self.remove(SOCKET, SOCKET + HIDDEN, LOG, LOCK)  # the lock last: then another producer may start
+                lock.release()
+                return
+            if time.monotonic() > until or self._answers():
+                return
+            time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        """Whether a producer listens."""
+        connection = self.connect()
+        if connection is not None:
+            connection.close()
+        return connection is not None
 
     def close(self) -> None:
         """Close the descriptor of the folder."""

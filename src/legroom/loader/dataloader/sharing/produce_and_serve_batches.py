@@ -32,7 +32,7 @@ from legroom.errors import BatchLost, BudgetTooSmall, ProducerFailed, WorkerDied
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
 from legroom.loader.dataloader.memory_slots import Slot
-from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import GpuRings
+from legroom.loader.dataloader.sharing.assign_copies_to_gpu import GpuRings
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, MadeBatch, Window
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.make_batches_in_trainer import DEATHS, OwnStream, StreamState

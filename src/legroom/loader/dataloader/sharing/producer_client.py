@@ -24,7 +24,7 @@ from typing import Any
 from legroom.cache.locks import Lock
 from legroom.errors import ShareMismatch, Unpicklable
 from legroom.loader.dataloader.collate import arena_unavailable
-from legroom.loader.dataloader.sharing.assign_gpu_ring_copies import Claim, RingMemory
+from legroom.loader.dataloader.sharing.assign_copies_to_gpu import Claim, RingMemory
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import JOIN_S
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import ClaimAnswer, GpuBatches
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
@@ -49,6 +49,7 @@ _RETRY_S, _LONGEST_RETRY_S = 0.25, 10.0  # between two attempts to find or start
 _CLAIM_S = 0.25  # for a batch to be in the memory of the GPU, before a trainer copies it for itself
 _START_S = 60.0  # for a producer to say welcome: it imports torch and the dataset's modules
 _LONG_WAIT_S, _LONGER = 60.0, 10  # a wait is reported from here on, and if it is so many times the longest before
+_DYING_S = 0.5  # for a killed producer to be gone, before its files are left to the next that comes
 _WELCOME_S, _START_POLL_S = 0.3, 0.01  # to wait for it, of a producer that runs, and of one that is starting
 
 
@@ -268,7 +269,7 @@ class Group:
             os.close(self.blob)
             self.blob = -1
         if self.unavailable is None:
-            self.files.remove_leftovers()
+            self.files.remove_leftovers(_DYING_S)
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
         if not at_exit() and getattr(self, "pid", 0) == os.getpid() and hasattr(self, "_failed_starts"):

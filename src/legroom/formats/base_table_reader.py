@@ -5,6 +5,7 @@ Also computes upper bounds of what Arrow types take in an IPC file. Disk space a
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 from legroom.errors import LegroomError, UnsupportedData
 from legroom.formats.base_reader import FileReader, TableSpec, as_json, column_names, what_is_read
 from legroom.formats.file_reads_and_errors import damaged, unreadable
-from legroom.formats.fill_arrays import Progress, no_progress
+from legroom.formats.fill_output_arrays import Progress, no_progress
 from legroom.messages import phrase, say
 from legroom.system.lazy_and_optional_imports import require
 
@@ -34,7 +35,7 @@ class TableReader(FileReader):
 
     def _batches(self) -> Iterator[Any]:
         """Record batches with the selected columns, validated so that writing them is safe."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method _batches")
 
     def _columns(self, schema: Any) -> list[str]:
         """The selected columns: ``column``, ``table/column``, or ``table`` for all."""
@@ -53,7 +54,8 @@ class TableReader(FileReader):
     def _spec(self, schema: Any, rows: int, nbytes: int) -> TableSpec:
         metadata = schema.metadata or {}
         notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _HIDDEN_METADATA}
-        return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
+        meaning = {"huggingface": _features(noted)} if (noted := notes.get("huggingface")) is not None else {}
+        return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes, meaning)
 
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
         rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
@@ -62,12 +64,60 @@ class TableReader(FileReader):
         return taken
 
     def _schema(self) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method _schema")
 
     def _close(self) -> None:
         # Otherwise Arrow's allocator keeps what decoding freed, and this process may go on to train.
         require("pyarrow", "parquet", phrase("tables")).default_memory_pool().release_unused()
         super()._close()
+
+
+def _features(noted: Any) -> Any:
+    """What datasets notes about columns, such as the names of classes: the same number may be another class."""
+    try:
+        return json.loads(noted)["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return noted
+
+
+def bytes_of_batch(batch: Any) -> int:
+    """Bytes of a record batch. pyarrow's ``nbytes`` ends the process at a union without rows that was read."""
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
+    if any(arrow.types.is_union(kind) for part in batch.schema for kind in every_type(part.type)):
+        return int(arrow.ipc.get_record_batch_size(batch))
+    return int(batch.nbytes)
+
+
+def selectable(batch: Any) -> Any:
+    """The batch, with a copy of each column of which Arrow's ``take`` and ``filter`` would give other values.
+
+    They do so for fixed-size lists in fixed-size lists where the column is a slice (pyarrow 26.0.1). The copy is none.
+    """
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
+    odd = [_has_lists_in_lists(part.type) for part in batch.schema]
+    if not any(odd):
+        return batch
+    columns = [arrow.concat_arrays([one]) if copy else one for one, copy in zip(batch.columns, odd, strict=True)]
+    return type(batch).from_arrays(columns, schema=batch.schema)
+
+
+@contextmanager
+def selecting_rows() -> Iterator[None]:
+    """Translate what pyarrow raises for a type that ``take`` and ``filter`` cannot select from."""
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
+    try:
+        yield
+    except arrow.ArrowNotImplementedError as problem:
+        raise UnsupportedData(
+            say("Arrow cannot select rows of these columns"),
+            why=(str(problem).splitlines() or [type(problem).__name__])[0],
+            fix=(say("omit it: columns=[…]"),),
+        ) from problem
+
+
+def _has_lists_in_lists(kind: Any) -> bool:
+    is_list = require("pyarrow", "parquet", phrase("Arrow data")).types.is_fixed_size_list
+    return any(is_list(one) and any(map(is_list, children(one))) for one in every_type(kind))
 
 
 def write_ipc(
@@ -89,7 +139,7 @@ def write_ipc(
     with arrow.OSFile(str(path), "wb") as sink:
         with arrow.ipc.new_file(sink, schema, options=options) as writer:
             for batch in batches:
-                ask(batch.nbytes)
+                ask(bytes_of_batch(batch))
                 writer.write_batch(batch)
                 rows += batch.num_rows
                 del batch  # before the next one is read: memory was reserved for one
@@ -121,6 +171,12 @@ def arrow_errors(path: Path, doing: str) -> Iterator[None]:
                 say("{path} cannot be read: {doing}", path=path, doing=doing),
                 why=text,
                 fix=(say("load only what you need: keys=[…]"),),
+            ) from problem
+        if "decrypt" in text.lower():
+            raise UnsupportedData(
+                say("{path} has encrypted columns", path=path),
+                why=text,
+                fix=(say("load the other columns: keys=[…]"), say("write it without encryption")),
             ) from problem
         raise damaged(path, f"{doing}: {text}") from problem
 

@@ -6,6 +6,11 @@ young collections, and only if the objects that survived since the last full one
 inherits both counts, so a full collection can follow its first young one, or not come at all. That depends on what the
 training program did before the fork. So the trial runs without full collections first. If young ones continue, it then
 runs with full ones as soon as possible, which gives the least and the most that the loop needs.
+
+That is CPython's collector with three generations. Another one, such as the incremental one of some releases of 3.14
+or that of builds without the GIL, copies shared memory bit by bit or at every collection, and nothing postpones that.
+There the first run has the collections that come, and when the rest of the memory is copied is not predicted. The
+second run collects everything once at the fork, which gives the most.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ _NEVER = 1 << 30  # a threshold that is not reached
 _SLOTS = 512  # processes that are counted at once
 _OWN = struct.Struct("II")  # young and full collections of a process
 _AT_START = 2  # young collections that the start of a worker takes: the inherited count is used up, and imports
-_BEHIND = (
-    1  # collections, at least, by which a training script that imports the same is behind a trial in a new process
-)
+# Collections, at least, by which a training script that imports the same is behind a trial in a new process.
+_BEHIND = 1
 _ALIKE = 5  # collections, at most, by which the training program differs
+_FEW = 50  # objects after which a collection is run, to see which kinds there are
 _CYCLE, _NONE = 150, 255  # young collections after which no full one is waited for; the exit status then
 
 
@@ -34,11 +39,13 @@ class ForkedCollections:
         self._counts = mmap.mmap(-1, _SLOTS * _OWN.size)  # shared with the workers
         self._main = os.getpid()
         self._thresholds = gc.get_threshold()
-        self._full_after = young_until_full()
+        self._generations = has_generations()
+        self._full_after = young_until_full() if self._generations else None
         self._soonest = None
         if self._full_after is not None:
             self._soonest = max(1, self._full_after + (-_ALIKE if caller else _BEHIND))
-        if not caller and _young_since_full() <= _BEHIND:  # a script that imports the same is just before it
+        # A script that imports the same is just before it.
+        if self._generations and not caller and _young_since_full() <= _BEHIND:
             self._soonest = 1
         self._expedited = False
         self._again = {"main": False, "workers": False}
@@ -46,8 +53,9 @@ class ForkedCollections:
         os.register_at_fork(after_in_child=self._begin)
 
     def postpone(self) -> None:
-        """Run no full collections, here and in processes forked from now on."""
-        gc.set_threshold(*self._thresholds[:2], _NEVER)
+        """Run no full collections, here and in processes forked from now on; with another collector it runs as ever."""
+        if self._generations:
+            gc.set_threshold(*self._thresholds[:2], _NEVER)
 
     def forked(self) -> None:
         """The workers were forked: count from here in this process too, and collect as they do."""
@@ -83,8 +91,12 @@ class ForkedCollections:
         """Let the first young collection be a full one, in the processes that collect again and again.
 
         It counts over an empty heap, so that no full collection is postponed for a lack of new objects. That writes to
-        no object.
+        no object. With another collector they run a full one at the fork instead.
         """
+        if not self._generations:
+            self._counts[:] = bytes(len(self._counts))
+            self._expedited = True
+            return
         if not gc.get_freeze_count():  # keep a freeze of the program
             gc.freeze()
             gc.collect()
@@ -118,6 +130,10 @@ class ForkedCollections:
         _OWN.pack_into(self._counts, os.getpid() % _SLOTS * _OWN.size, 0, 0)
         if self._expedited:
             again = self._again["main" if os.getpid() == self._main else "workers"]
+            if not self._generations:
+                if again:
+                    gc.collect()
+                return
             gc.set_threshold(self._thresholds[0], 1, 0 if again else _NEVER)
 
     def _count(self, phase: str, about: dict[str, int]) -> None:
@@ -131,6 +147,31 @@ def _young_since_full() -> int:
     """Collections since the last full one."""
     _, first, second = gc.get_count()
     return first + second * (gc.get_threshold()[1] + 1)
+
+
+def has_generations() -> bool:
+    """Whether this interpreter runs full collections after a number of young ones, as gc.set_threshold says.
+
+    A forked process tries it, whatever the version: the incremental collector came with 3.14 and was taken back.
+    """
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(_runs_full_ones())
+        finally:
+            os._exit(_NONE)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def _runs_full_ones() -> bool:
+    seen: set[int] = set()
+    gc.freeze()  # so that they write to no object
+    gc.collect()
+    gc.callbacks[:] = [lambda phase, about: seen.add(about["generation"])]
+    gc.enable()
+    gc.set_threshold(_FEW, 1, 1)
+    objects = [[] for _ in range(100 * _FEW)]  # type: ignore[var-annotated]
+    return bool(objects) and 2 in seen
 
 
 def young_until_full() -> int | None:

@@ -1,6 +1,10 @@
-"""Read HDF5 strings and sequences of variable length as one array of offsets and one of values.
+"""HDF5 types as numpy dtypes; strings and sequences of variable length as one array of offsets and one of values.
 
-Each element of such a dataset is a reference (length, address, index) into a global heap of the file. Where the
+Supports integers, floats, booleans, enumerations, complex numbers, fixed strings, records and arrays of them, in any
+byte order, and strings and sequences of variable length. Refuses references, opaque bytes, times, and variable length
+inside records.
+
+Each element of variable length is a reference (length, address, index) into a global heap of the file. Where the
 references can be read raw, their lengths are known without reading the heap, and threads copy the rows from it. In
 all other cases (compact and virtual datasets, uncommon filters) h5py reads the rows, a few megabytes at a time.
 
@@ -11,7 +15,8 @@ Not verified: attributes stored outside their object's header, as very many or v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,14 +25,133 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import DamagedSource, UnsupportedData
+from legroom.formats.base_reader import native_dtype
 from legroom.formats.decoding_memory_budget import UNLIMITED, DecodingMemory
 from legroom.formats.file_reads_and_errors import SourceFile, damaged
-from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, copy_raw, in_parallel, no_progress
-from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, has_fill_value, read_chunks
+from legroom.formats.fill_output_arrays import (
+    PIECE,
+    Array,
+    DType,
+    Progress,
+    bytes_of,
+    copy_raw,
+    in_parallel,
+    no_progress,
+)
+from legroom.formats.hdf5_chunks_and_filters import ChunkedDataset, chunked, has_fill_value, read_chunks
 from legroom.formats.hdf5_open import hdf5_errors
-from legroom.formats.hdf5_types import StoredType
 from legroom.messages import say
 from legroom.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """How a dataset stores its elements, and which dtype they get in memory."""
+
+    dtype: DType  # of one element in memory; for variable length, of one value
+    inner: tuple[int, ...]  # axes that belong to the element (HDF5 array types)
+    file_dtype: DType | None  # a numpy dtype of the file's bytes, if there is one
+    memory_type: Any  # the h5py type to read with
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    meaning: Mapping[str, Any] = field(default_factory=dict)  # also of enumerations within records
+    variable: bool = False  # strings or sequences of variable length
+    text: bool = False
+
+
+def stored_type(dataset: Any, name: str, path: Path) -> StoredType:
+    """How that dataset is stored; UnsupportedData if it cannot be an array."""
+    from h5py import check_string_dtype, check_vlen_dtype, h5t
+
+    kind = dataset.id.get_type()
+    try:
+        dtype = kind.dtype
+    except TypeError as problem:
+        raise _unsupported(name, path, str(problem)) from problem
+    string = check_string_dtype(dtype)
+    if string is not None and string.length is None:
+        return StoredType(np.dtype(np.uint8), (), np.dtype(np.uint8), None, variable=True, text=True)
+    base = check_vlen_dtype(dtype)
+    if base is not None:
+        return _sequence(kind, base, name, path)
+    _refuse_parts(dtype, name, path)
+    element, inner = dtype.subdtype or (dtype, ())
+    memory_type = _memory_type(kind, dtype)
+    raw = kind == h5t.py_create(dtype, logical=True)
+    if not raw:
+        try:
+            h5t.find(kind, memory_type)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise _unsupported(name, path, say("HDF5 cannot convert its type to a numpy type")) from problem
+    names = _enums(dtype)
+    meaning = {"hdf5_enum": names} if names else {}
+    notes = {} if element.names is not None else meaning
+    return StoredType(native_dtype(element), inner, element if raw else None, memory_type, notes, meaning)
+
+
+def _sequence(kind: Any, base: DType, name: str, path: Path) -> StoredType:
+    from h5py import h5t
+
+    if not isinstance(base, np.dtype) or base.hasobject:
+        raise _unsupported(name, path, say("its elements are nested sequences of variable length"))
+    _refuse_parts(base, name, path)
+    if base.subdtype is not None:
+        raise _unsupported(name, path, say("its elements are sequences of arrays"))
+    raw = kind.get_super() == h5t.py_create(base, logical=True)
+    names = _enums(base)
+    meaning = {"hdf5_enum": names} if names else {}
+    notes = {} if base.names is not None else meaning
+    return StoredType(native_dtype(base), (), base if raw else None, None, notes, meaning, variable=True)
+
+
+def _memory_type(kind: Any, dtype: DType) -> Any:
+    """The type to request from HDF5: the file's, in native byte order and with numpy's string padding."""
+    from h5py import h5t
+
+    if isinstance(kind, h5t.TypeStringID):
+        same = kind.copy()
+        same.set_strpad(h5t.STR_NULLPAD)
+        return same
+    if isinstance(kind, h5t.TypeBitfieldID):
+        return {1: h5t.NATIVE_B8, 2: h5t.NATIVE_B16, 4: h5t.NATIVE_B32, 8: h5t.NATIVE_B64}[dtype.itemsize]
+    return h5t.py_create(dtype.newbyteorder("="), logical=True)
+
+
+def _enums(dtype: DType) -> dict[str, Any]:
+    """The names of an enumeration's numbers; of a record, those of each field that has some."""
+    from h5py import check_enum_dtype
+
+    if (own := check_enum_dtype(dtype)) is not None:
+        return {str(name): int(number) for name, number in own.items()}
+    if dtype.subdtype is not None:
+        return _enums(dtype.subdtype[0])
+    fields: Mapping[str, Any] = dtype.fields or {}
+    return {name: found for name in dtype.names or () if (found := _enums(fields[name][0]))}
+
+
+def _refuse_parts(dtype: DType, name: str, path: Path) -> None:
+    """Refuse references, opaque bytes and variable length at any depth."""
+    from h5py import check_ref_dtype
+
+    if dtype.subdtype is not None:
+        _refuse_parts(dtype.subdtype[0], name, path)
+    elif dtype.names is not None and dtype.fields is not None:
+        for part in dtype.names:
+            _refuse_parts(dtype.fields[part][0], name + "." + part, path)
+    elif check_ref_dtype(dtype) is not None:
+        raise _unsupported(name, path, say("it holds references to other parts of the file"))
+    elif dtype.kind == "V":
+        raise _unsupported(name, path, say("it holds opaque bytes"))
+    elif dtype.hasobject:
+        raise _unsupported(name, path, say("it holds fields of variable length"))
+
+
+def _unsupported(name: str, path: Path, why: str) -> UnsupportedData:
+    return UnsupportedData(
+        say("cannot load {name!r} of {path} as an array", name=name, path=path),
+        why=why,
+        fix=(say("load only what you need: keys=[…]"),),
+    )
+
 
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
 _LENGTHS = 16  # bytes per row: its length and its offset

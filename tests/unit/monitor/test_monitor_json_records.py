@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from legroom.system.json_records import InvalidRecord, fields_of, from_json
+from legroom.monitor.watch_log import InvalidRecord, fields_of, from_json
 
 
 @dataclass(frozen=True, slots=True)

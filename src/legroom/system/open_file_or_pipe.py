@@ -1,4 +1,5 @@
 """Open a file that a user names, to read it to its end: not a device, and not a FIFO into which no process writes.
+The error for a pattern that matches no file.
 
 Reading either would never end. A FIFO with a writer, such as the shell's ``<(COMMAND)``, is read as a file is.
 """
@@ -11,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import BinaryIO
 
+from legroom.errors import UnreadableSource
 from legroom.messages import say
 
 _WRITER_WITHIN = 10.0  # seconds until a process must have opened a FIFO for writing
@@ -37,6 +39,15 @@ def refuse_device(status: os.stat_result) -> None:
         terminal = os.isatty(0) and os.path.samestat(status, os.fstat(0))
         if not terminal and not os.path.samestat(status, os.stat(os.devnull)):
             raise ValueError(say("it is a device, which may have no end"))
+
+
+def nothing_matches(pattern: str) -> UnreadableSource:
+    """The error for a pattern of file names that matches none."""
+    return UnreadableSource(
+        say("nothing matches {pattern}", pattern=pattern),
+        why=say("the working directory is {cwd}", cwd=os.getcwd()),
+        fix=(say("check the pattern"),),
+    )
 
 
 def _without_waiting(path: str, flags: int) -> int:

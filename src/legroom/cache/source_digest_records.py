@@ -54,7 +54,7 @@ class SourceRecord:
     paths: tuple[str, ...]
     referenced: tuple[tuple[str, str], ...] = ()  # (path, stamp) of referenced files
     lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
-    readers: tuple[str, ...] | None = None  # packages and versions of readers that are not Legroom's
+    readers: tuple[str, ...] | None = None  # packages and versions of readers; revisions of Legroom's own
 
     def is_trusted(self, asked_ns: int) -> bool:
         """Whether a request made at ``asked_ns`` may use it."""

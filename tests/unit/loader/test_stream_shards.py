@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stream_data import as_worker, ids, small_steps, write
 
 from legroom.errors import UsageError
-from legroom.loader.stream.rank_and_worker_shards import ShardPiece, pieces, rank_range, worker_range
+from legroom.loader.stream.shard_and_shuffle import ShardPiece, pieces, rank_range, worker_range
 from legroom.loader.stream.stream_dataset import stream
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
