@@ -19,20 +19,31 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the tests use p
 RUN = [sys.executable, "-m", "legroom", "run", "--quiet", "--"]
 
 
+class Terminal:
+    """The user's side of a pseudo-terminal. What is read behind a text that was waited for is kept for the next one."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = pty.openpty()
+        self._rest = b""
+
+    def until(self, text: bytes) -> bytes:
+        """What is shown up to the end of `text`, from where the last call ended."""
+        while text not in self._rest:
+            assert select.select([self.ours], [], [], 60)[0], self._rest
+            self._rest += os.read(self.ours, 4096)
+        shown, text, self._rest = self._rest.partition(text)
+        return shown + text
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.ours, keys)
+
+
 @pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
-    """The user's side of a terminal, and the programs' side."""
-    ours, theirs = pty.openpty()
-    yield ours, theirs
-    os.close(ours)
-    os.close(theirs)
-
-
-def _shown(ours: int, until: bytes) -> bytes:
-    found = b""
-    while until not in found and select.select([ours], [], [], 60)[0]:
-        found += os.read(ours, 4096)
-    return found
+def terminal() -> Iterator[Terminal]:
+    one = Terminal()
+    yield one
+    os.close(one.ours)
+    os.close(one.theirs)
 
 
 # The shell of that terminal: it starts a pipeline in a process group of its own, in the foreground.
@@ -55,15 +66,15 @@ def start(words, piped):
 """
 
 
-def _at(terminal: tuple[int, int], shell: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
+def _at(terminal: Terminal, shell: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-c", SHELL + shell, *RUN, sys.executable, "-c", job]
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
     return subprocess.Popen(
-        words, stdin=terminal[1], stdout=terminal[1], stderr=terminal[1], cwd=folder, env=environment
+        words, stdin=terminal.theirs, stdout=terminal.theirs, stderr=terminal.theirs, cwd=folder, env=environment
     )
 
 
-def test_the_job_learns_the_new_size_of_the_terminal(terminal: tuple[int, int], tmp_path: Path) -> None:
+def test_the_job_learns_the_new_size_of_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
     job = (
         "import os, signal\n"
         "def told(*_): print('columns', os.get_terminal_size(1).columns, flush=True)\n"
@@ -72,10 +83,10 @@ def test_the_job_learns_the_new_size_of_the_terminal(terminal: tuple[int, int], 
         "while True: signal.pause()"
     )
     with _at(terminal, "pids = start(sys.argv[1:], False)\nprint(state(pids[0]))", job, tmp_path) as shell:
-        _shown(terminal[0], b"ready")
-        fcntl.ioctl(terminal[0], termios.TIOCSWINSZ, struct.pack("4H", 30, 77, 0, 0))
-        _shown(terminal[0], b"columns 77")
-        os.write(terminal[0], b"\x03")
+        terminal.until(b"ready")
+        fcntl.ioctl(terminal.ours, termios.TIOCSWINSZ, struct.pack("4H", 30, 77, 0, 0))
+        terminal.until(b"columns 77")
+        terminal.type(b"\x03")
         shell.wait(60)
 
 
@@ -103,22 +114,22 @@ print("foreground" if os.tcgetpgrp(0) == os.getpgrp() else "background", flush=T
     ids=["fg", "bg"],
 )  # fmt: skip
 def test_ctrl_z_stops_the_whole_pipeline(
-    then: str, where: bytes, end: bytes, terminal: tuple[int, int], tmp_path: Path
+    then: str, where: bytes, end: bytes, terminal: Terminal, tmp_path: Path
 ) -> None:
     with _at(terminal, PIPELINE.replace("{then}", then), WAITS, tmp_path) as shell:
-        _shown(terminal[0], b"ready")
-        os.write(terminal[0], b"\x1a")
-        _shown(terminal[0], b"stopped stopped")
-        shown = _shown(terminal[0], b"rs\r\n")
+        terminal.until(b"ready")
+        terminal.type(b"\x1a")
+        terminal.until(b"stopped stopped")
+        shown = terminal.until(b"rs\r\n")
         assert where in shown and b"0 0" in shown and end in shown, shown
         assert shell.wait(60) == 0
 
 
-def test_ctrl_z_where_nobody_could_continue_it_does_not_stop_it(terminal: tuple[int, int], tmp_path: Path) -> None:
+def test_ctrl_z_where_nobody_could_continue_it_does_not_stop_it(terminal: Terminal, tmp_path: Path) -> None:
     """As under `ssh -t` or in a container: the session consists of the command."""
     job = "import time\nprint('ready', flush=True)\nfor n in range(20): time.sleep(0.1)\nprint('end')"
     with _at(terminal, "os.execv(sys.argv[1], sys.argv[1:])", job, tmp_path) as shell:
-        _shown(terminal[0], b"ready")
-        os.write(terminal[0], b"\x1a")
-        _shown(terminal[0], b"end")
+        terminal.until(b"ready")
+        terminal.type(b"\x1a")
+        terminal.until(b"end")
         assert shell.wait(60) == 0
