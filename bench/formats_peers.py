@@ -5,7 +5,8 @@
 Windows of tokens: nanoGPT's loop over a memmap makes int64 tensors of inputs and targets. A bare gather is `numpy.take`
 of rows with as many bytes as a window, from the same shared copy and from a memmap, into one buffer, which stays in the
 CPU cache but must be used up before the next batch, and into two in turn. The barest loop is a generator of the same
-dicts of tensors, without anything else that Legroom's does. All get other rows in every round.
+dicts of tensors, without anything else that Legroom's does. All get other rows in every round. Rounds are many and
+short, and Legroom's loops go on from round to round, through whole epochs, as in a training run.
 Samples: the raw bytes of each, nothing is decoded. Contenders take turns and use the CPU time of their thread, so that
 other programs count little; the best round counts. Files are in the page cache. Does not cover: cold disks, GPUs.
 Memory: eight processes open the data and read everything. By how much more their PSS is than that of eight processes
@@ -28,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,14 @@ from measure import RESULTS, Row, alternate, as_json, best, in_words, kept, mach
 
 SIZES = [(12, 1024), (64, 1024), (64, 4096), (256, 2048)]  # batch_size, sequence_length
 STEPS = 100
+SHORT_ROUNDS = 8  # of tokens for each round of samples
 PROCESSES = 8
 FASTER, COPIES = 1.0, 1.05
 BATCH = 64
 FEW = 8 * BATCH  # samples: enough for all the memory that batches take while they are used
 PEERS = ("webdataset", "mosaicml-streaming", "lmdb", "datasets", "megatron-core", "torchvision")
 Loops = dict[str, Callable[[], object]]
+Loop = Callable[[], float]  # CPU seconds of this thread for one batch
 
 
 # Tokens.
@@ -55,14 +59,6 @@ def by_nanogpt(tokens: np.ndarray, length: int, starts: np.ndarray) -> tuple[tor
     inputs = torch.stack([torch.from_numpy(tokens[at : at + length].astype(np.int64)) for at in starts])
     targets = torch.stack([torch.from_numpy(tokens[at + 1 : at + 1 + length].astype(np.int64)) for at in starts])
     return inputs, targets
-
-
-def per_call(work: Callable[[int], object], count: int = STEPS) -> float:
-    """CPU seconds of this thread for one call."""
-    start = time.thread_time()
-    for step in range(count):
-        work(step)
-    return (time.thread_time() - start) / count
 
 
 def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
@@ -82,16 +78,17 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
         def order() -> np.ndarray:
             return chance.permutation(windows)[: STEPS * batch_size].reshape(STEPS, batch_size)
 
-        def take(
-            tokens: np.ndarray, count: int, use: Callable[[np.ndarray], object] = lambda rows: rows
-        ) -> Callable[[], float]:
+        def take(tokens: np.ndarray, count: int, use: Callable[[np.ndarray], object] | None = None) -> Loop:
             rows = tokens[: windows * (length + 1)].reshape(windows, length + 1).view(np.uint8)
 
             def once() -> float:
-                at = order()
-                return per_call(
-                    lambda step: use(np.take(rows, at[step], axis=0, out=buffers[step % count], mode="clip"))
-                )
+                pairs = list(zip(order(), cycle(buffers[:count])))
+                start = time.thread_time()
+                for at, out in pairs:
+                    found = np.take(rows, at, axis=0, out=out, mode="clip")
+                    if use is not None:
+                        use(found)
+                return (time.thread_time() - start) / STEPS
 
             return once
 
@@ -103,17 +100,32 @@ def token_batches(path: Path, batch_size: int, length: int, rounds: int) -> tupl
             tokens, size = data["tokens"], 2 * (length + 1)
             items = np.ndarray((len(tokens) - 1) // length, f"V{size}", tokens, strides=(2 * length,))
             row, at = np.dtype((np.uint16, (length + 1,))), order()
-            found = ({"tokens": torch.from_numpy(items[rows].view(row))} for rows in at)
-            return per_call(lambda _: next(found)["tokens"])
+            start = time.thread_time()
+            for _ in ({"tokens": torch.from_numpy(items[rows].view(row))} for rows in at):
+                pass
+            return (time.thread_time() - start) / STEPS
 
         def nanogpt() -> float:
             starts = order() * length
-            return per_call(lambda step: by_nanogpt(flat, length, starts[step]))
+            start = time.thread_time()
+            for at in starts:
+                by_nanogpt(flat, length, at)
+            return (time.thread_time() - start) / STEPS
 
-        def loop(name: str, use: Callable[[torch.Tensor], object] = lambda tokens: tokens) -> Callable[[], float]:
+        def loop(name: str, use: Callable[[torch.Tensor], object] | None = None) -> Loop:
+            found: list[Iterator[dict[str, torch.Tensor]]] = []
+
             def once() -> float:
-                found: Iterator[dict[str, torch.Tensor]] = iter(loops[name])  # the order of the epoch is made here
-                return per_call(lambda _: use(next(found)["tokens"]))
+                count, start = 0, time.thread_time()
+                for batch in islice(found[0], STEPS) if found else ():
+                    count += 1
+                    if use is not None:
+                        use(batch["tokens"])
+                if count == STEPS:
+                    return (time.thread_time() - start) / STEPS
+                found[:] = [iter(loops[name])]  # the epoch has ended in this round, which begins again
+                next(found[0])
+                return once()
 
             return once
 
@@ -154,7 +166,7 @@ def tokens(folder: Path, scale: float, rounds: int) -> tuple[list[Row], dict[str
     np.random.default_rng(0).integers(0, 50_257, int(100_000_000 * scale), dtype=np.uint16).tofile(path)
     rows, raw = [], {}
     for batch_size, length in SIZES:
-        found, figures = token_batches(path, batch_size, length, rounds)
+        found, figures = token_batches(path, batch_size, length, rounds * SHORT_ROUNDS)
         rows += found
         raw[f"{batch_size} × {length}"] = spreads(figures)
     path.unlink()

@@ -94,17 +94,20 @@ def test_a_consumer_that_becomes_busy_gets_a_thread_later() -> None:
     assert ahead.ahead == 1 and slow.threads[-1] != _thread.get_ident()
 
 
-def test_the_clock_is_read_for_few_batches_of_a_fast_consumer() -> None:
-    slow, read = Slow(), []
-
-    def clock() -> float:
-        read.append(slow.now)
-        return slow.now
-
+def test_a_fast_consumer_is_measured_ever_less_often_and_a_slow_one_always() -> None:
+    slow = Slow()
     ahead = slow.ahead()
-    ahead._clock = clock
-    assert run(ahead, 900) == list(range(900))
-    assert len(read) == 2 * 900 // 5  # for two batches of ten: one's time to gather, then the consumer's time after it
+    unmeasured = []
+    for _ in range(6):
+        assert run(ahead, 2) == [0, 1]
+        unmeasured.append(ahead.unmeasured)
+        ahead.unmeasured = 0
+    assert unmeasured == [8, 16, 32, 64, 64, 64]
+    run(ahead, 20, partial(slow.take, 0.02))
+    assert ahead.unmeasured == 0
+    while not ahead.unmeasured:
+        run(ahead, 1)
+    assert ahead.unmeasured == 8
 
 
 def test_a_batch_in_a_thread_is_used_when_its_consumer_has_become_fast() -> None:

@@ -14,10 +14,10 @@ Starting a thread costs 0.05 ms.
 
 Prefetching pays where both sides take time. For a consumer that does nothing with a batch it costs a quarter (batches
 of 12 MB): another buffer is filled, which is not in the CPU cache. A consumer whose step takes as long as the copy
-gains half. So both times are measured, in every loop anew; of a consumer that takes less time than starting a thread,
-for two batches in ten.
+gains half. So both times are measured, in every loop anew.
 
-Such a fast consumer gets small batches in groups, gathered together: 13 kB take 3 us instead of 8.
+A consumer that takes less time than starting a thread gets its next batches from a generator, without being measured:
+8 of them, then 16, at the most 64. Small batches are gathered together there, up to 16 at once.
 """
 
 from __future__ import annotations
@@ -129,15 +129,8 @@ class Batches:
             self._begins_next_epoch = self._begins_next_epoch and upcoming is None
             order = self._orders.take(position.epoch) if self._orders is not None else None
             upcoming = _EpochBatches(self.sampler, order, position, self._chosen)
-        gatherer: Gatherer | Prefetcher = self._gatherer
-        group = None
-        if isinstance(gatherer, HostGatherer):
-            prefetcher = Prefetcher(gatherer)
-            if gatherer.group > 1 and self._settings.transform is None:
-                group = partial(_gather_group, upcoming, gatherer, prefetcher)
-            gatherer = prefetcher
         begin_next = self._begin_next_epoch if self._begins_next_epoch else None
-        return _Loop(upcoming, gatherer, self._settings.transform, self._progress, self._orders, begin_next, group)
+        return _Loop(upcoming, self._gatherer, self._settings.transform, self._progress, self._orders, begin_next)
 
     def _begin_next_epoch(self, epoch: int) -> _EpochBatches | None:
         """The batches of the epoch after this one, if its order is known: the next loop probably wants them."""
@@ -194,18 +187,17 @@ class _EpochBatches:
         self._sampler, self._order, self._chosen = sampler, order, chosen
         self.rows = sampler.rows
         self._after = start.position
-        self._size, self._step = sampler.batch_size, sampler.batch_size * sampler.world_size
+        self._size, self.step = sampler.batch_size, sampler.batch_size * sampler.world_size
         self._before = sampler.rank * sampler.batch_size  # rows of a step that other ranks get before this one
-        self._last_whole = sampler.rows - self._step if order is not None else -1
+        self._last_whole = sampler.rows - self.step if order is not None else -1
         self.next: deque[tuple[int, NDArray]] = deque()  # the position after a batch, and its rows
-        self.ready: deque[tuple[int, Batch]] = deque()  # the position after a batch of a group, and the batch
 
     def add(self) -> bool:
         """Add the batch after the last one; False: the epoch has no more."""
         at = self._after
         if at <= self._last_whole and self._order is not None:  # as the sampler's step, in less time: for small batches
             first = at + self._before
-            self._after = after = at + self._step
+            self._after = after = at + self.step
             self.next.append((after, self._order[first : first + self._size]))
             return True
         step = self._sampler.step(at)
@@ -215,19 +207,20 @@ class _EpochBatches:
         self.next.append((step.after, self._rows_between(step.first, step.last)))
         return True
 
-    def gather_group(self, gatherer: HostGatherer) -> bool:
-        """Gather the next whole batches together into ``ready``; False: there are fewer than two."""
-        at, step = self._after, self._step
-        count = min(gatherer.group, (self.rows - at) // step)
-        if self.next or count < 2:
-            return False
-        rows = self._rows_between(at, at + count * step)
-        if step != self._size:
-            rows = rows.reshape(count, step)[:, self._before : self._before + self._size].reshape(-1)
-        batches = gatherer.gather_group(rows, self._size)
-        ready = deque(zip(range(at + step, at + count * step + 1, step), batches, strict=True))
-        self.ready, self._after = ready, at + count * step  # no call in between, which Ctrl-C could interrupt
-        return True
+    def take_whole(self, most: int) -> NDArray | None:
+        """The rows of the next whole batches, a line for each; None: there is none, or ``next`` has some."""
+        at, step = self._after, self.step
+        count = min(most, (self.rows - at) // step)
+        if self.next or count < 1:
+            return None
+        rows = self._rows_between(at, at + count * step).reshape(count, step)
+        self._after = at + count * step
+        return rows[:, self._before : self._before + self._size]
+
+    def go_back(self, position: int) -> None:
+        """Continue with the batch at that position."""
+        self.next.clear()
+        self._after = position
 
     def _rows_between(self, first: int, last: int) -> NDArray:
         if self._order is not None and last <= len(self._order):
@@ -238,44 +231,69 @@ class _EpochBatches:
         return positions if self._chosen is None else self._chosen.at(positions)
 
 
-def _gather_group(upcoming: _EpochBatches, gatherer: HostGatherer, prefetcher: Prefetcher) -> bool:
-    """Gather the next batches together if their consumer is fast."""
-    return prefetcher.consumer_is_fast() and upcoming.gather_group(gatherer)
-
-
 class _Loop:
     """One epoch; the next call retries a batch that failed or was interrupted."""
 
     def __init__(
         self,
         upcoming: _EpochBatches,
-        gatherer: Gatherer | Prefetcher,
+        gatherer: Gatherer,
         transform: Callable[[dict[str, Any]], Any] | None,
         progress: _EpochProgress,
         orders: EpochOrders | None,
         begin_next_epoch: Callable[[int], _EpochBatches | None] | None,
-        gather_group: Callable[[], bool] | None,
     ) -> None:
         # The batch that is returned next, and those that are prefetched behind it.
-        self._upcoming, self._gatherer = upcoming, gatherer
+        self._upcoming, self._step = upcoming, upcoming.step
+        self._host = Prefetcher(gatherer) if isinstance(gatherer, HostGatherer) else None
+        self._gatherer: Gatherer | Prefetcher = self._host or gatherer
         self._transform, self._progress, self._orders = transform, progress, orders
-        self._begin_next_epoch, self._gather_group = begin_next_epoch, gather_group
+        self._begin_next_epoch = begin_next_epoch
+        self._run: Iterator[Any] = iter(())  # the next batches of a fast consumer
         self._half = (upcoming.rows + 1) // 2 if orders is not None else sys.maxsize  # rows: the next order is prepared
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        ready = self._upcoming.ready
-        if ready:  # little is done here: the batches of a group are small
-            self._progress.given_out = after = ready[0][0]
-            if after >= self._half:
-                self._prepare_next_order()
-            if training_step_listeners.listeners:
-                training_step_listeners.batch_taken()
-            return ready.popleft()[1]
-        if self._gather_group is not None and self._gather_group():
-            return self.__next__()
+        try:
+            while True:
+                for batch in self._run:  # little is done here: these batches may be small
+                    if training_step_listeners.listeners:
+                        training_step_listeners.batch_taken()
+                    self._progress.given_out += self._step
+                    return batch
+                if self._host is None or not self._start_run(self._host):
+                    break
+        except BaseException:
+            if self._host is not None:  # the failed batch, and those behind it, are gathered again
+                self._run = iter(())
+                self._upcoming.go_back(self._progress.given_out)
+            raise
+        return self._next_measured()
+
+    def _start_run(self, host: Prefetcher) -> bool:
+        """Take the next batches of a fast consumer; False: it may be slow, or has no whole batch left."""
+        if not host.unmeasured:
+            return False
+        group = host.gatherer.group
+        most = min(host.unmeasured * group, max(group, _MOST_NUMBERS // self._step))
+        left = self._half - self._progress.given_out
+        if left > 0:
+            most = min(most, -(-left // self._step))  # no further than to the middle
+        else:
+            self._prepare_next_order()
+        rows = self._upcoming.take_whole(most)
+        if rows is None:
+            return False
+        host.unmeasured -= -(-len(rows) // group)
+        self._run = host.gatherer.gather_run(rows)
+        if (transform := self._transform) is not None:
+            # Not map(): there, a StopIteration of the function would look like the end of these batches.
+            self._run = (transform(batch) for batch in self._run)
+        return True
+
+    def _next_measured(self) -> Any:
         upcoming, gatherer = self._upcoming.next, self._gatherer
         if not upcoming and not self._upcoming.add():
             self._progress.done = True
@@ -386,7 +404,8 @@ _HANDOVER = 1e-4  # seconds: starting a thread and waiting for it
 _COLDER = 0.25  # of a copy's time: the cost of filling a third buffer, which is not in the CPU cache
 _LEAST_MEASURED = 3  # batches
 _REMEMBERED = 9
-_UNMEASURED = 8  # batches or groups between two measurements of a fast consumer: each takes a third of a microsecond
+_UNMEASURED, _MOST_UNMEASURED = 8, 64  # batches or groups between two measurements of a fast consumer
+_MOST_NUMBERS = 1 << 16  # of rows of all ranks that are looked up at once for them: 512 kB
 
 
 def prefetch_pays(gathering: float, consuming: float) -> bool:
@@ -398,8 +417,11 @@ class Prefetcher:
     """Wraps a gatherer, which may be called from any thread, for one consumer."""
 
     def __init__(self, gatherer: HostGatherer, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.gatherer = gatherer
         self.ahead = 0  # 1 as long as ``_slow`` is not 0: a fast consumer's next batch is not looked up in advance
-        self._unmeasured = 0  # of a fast consumer, how many of the next batches are gathered without reading the clock
+        # How many of the next batches or groups a fast consumer may be given without ``gather``, which reads the clock.
+        self.unmeasured = 0
+        self._next_unmeasured = _UNMEASURED
         self._gather, self._background, self._clock = gatherer.gather, gatherer.gather_on_one_core, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
@@ -408,9 +430,6 @@ class Prefetcher:
         self._pending: tuple[NDArray, int, Task[tuple[Batch, float]]] | None = None  # rows, and the process
 
     def gather(self, rows: NDArray) -> Batch:
-        if self._unmeasured:
-            self._unmeasured -= 1
-            return self._gather(rows)
         asked, returned = self._clock(), self._returned
         is_fast = returned is not None and not self._is_slow(asked - returned)
         pending, self._pending = self._pending, None
@@ -424,21 +443,15 @@ class Prefetcher:
             self._returned = self._clock()
             self._gathering.append(self._returned - asked)
         if is_fast:
-            self._unmeasured, self._returned = _UNMEASURED, None
+            self.unmeasured, self._returned = self._next_unmeasured, None
+            self._next_unmeasured = min(2 * self._next_unmeasured, _MOST_UNMEASURED)
         return batch
-
-    def consumer_is_fast(self) -> bool:
-        """Whether the last measurement says so. After some calls the next batch is measured again."""
-        if not self._unmeasured:
-            return False
-        self._unmeasured -= 1
-        return True
 
     def _is_slow(self, seconds: float) -> bool:
         """Whether this time of the consumer, or one of the last nine, was longer than a hand-over."""
         self._consuming.append(seconds)
         if seconds >= _HANDOVER:
-            self._slow = _REMEMBERED
+            self._slow, self._next_unmeasured = _REMEMBERED, _UNMEASURED
         elif self._slow:
             self._slow -= 1
         self.ahead = min(self._slow, 1)
