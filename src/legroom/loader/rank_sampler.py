@@ -25,10 +25,8 @@ from legroom.messages import say
 NDArray = np.ndarray[Any, Any]
 Uneven = Literal["pad", "drop", "all"]
 
-
-_AT_ONCE = (
-    1 << 13
-)  # random numbers: numpy holds the interpreter's lock meanwhile, and the next epoch's are made in a thread
+# Random numbers: numpy holds the interpreter's lock meanwhile, and the next epoch's are made in a thread.
+_AT_ONCE = 1 << 13
 
 
 class SampledBatch(NamedTuple):
