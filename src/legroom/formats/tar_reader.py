@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from legroom.errors import UnsupportedData
+from legroom.errors import LegroomError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, Selection, Slab
 from legroom.formats.file_reads_and_errors import SourceFile, are_among, changed_while_read, damaged, packed_stamp
 from legroom.formats.fill_output_arrays import Array
@@ -379,7 +379,7 @@ class TarReader(SlabReader):
 
     def _describe(self) -> Description:
         index = _Index(self)
-        with self._opened() as file:
+        with self.opened() as file:
             links: _Links | None = None
             for number, member in enumerate(members(file)):
                 kind, name, start, size, _ = member
@@ -417,7 +417,7 @@ class TarReader(SlabReader):
         starts, offsets, what = column.starts_array(), column.offsets_array(), self._label(spec)
 
         def decode(start: int, end: int) -> Iterator[memoryview]:
-            with self._opened() as file:
+            with self.opened() as file:
                 yield from gather_ranges(file, starts, offsets, self.memory, what, start, end)
 
         return slabs_of_rows(offsets, decode)
@@ -428,7 +428,7 @@ class TarReader(SlabReader):
         return self._key_text
 
     @contextmanager
-    def _opened(self) -> Iterator[SourceFile]:
+    def opened(self) -> Iterator[SourceFile]:
         """The archive; SourceChanged if it is another file than at first."""
         if self._kept is not None:
             yield self._kept
@@ -477,7 +477,7 @@ class _Index:
     """Groups the files of an archive into samples."""
 
     def __init__(self, reader: TarReader) -> None:
-        self._path, self._selection = reader.path, reader.selection
+        self._reader, self._path, self._selection = reader, reader.path, reader.selection
         what = say("the list of files in {path}", path=reader.path)
         self.memory = GrowingMemory(reader.memory, what, reader._size)
         self.columns: dict[str, _Column] = {}
@@ -563,12 +563,46 @@ class _Index:
         return self.seen[column]
 
     def _lacks(self, key: str, column: str, other: str) -> UnsupportedData:
+        if apart := self._scattered(key, column):
+            return apart
         common = [name for name in self.columns if name != column]
         return self._refused(
             key,
             say("it has no {name!r}, which sample {other!r} has", name="." + column, other=other),
             say("load only what all samples have: keys=[{keys}]", keys=listed(map(shown, common or [KEY]))),
         )
+
+    def _scattered(self, key: str, column: str) -> UnsupportedData | None:
+        """The error for a sample that lacks a column because its file stands elsewhere in the archive; else None."""
+        runs: list[tuple[str, str]] = []  # the first and the last file of each run of files with this key
+        after: str | None = None  # the file after the first run
+        last, has_column = None, False
+        try:
+            with self._reader.opened() as file:
+                for kind, name, *_ in members(file):
+                    one, its_column = split_name(name)
+                    if one is None or not (kind == b"0" or kind in _LINKS):
+                        continue
+                    if one == key:
+                        runs = [*runs[:-1], (runs[-1][0], name)] if last == key else [*runs, (name, name)]
+                        has_column = has_column or its_column == column
+                    elif last == key:
+                        after = after or name
+                    last = one
+                    if len(runs) > 1 and has_column:
+                        break
+        except LegroomError:
+            return None  # damaged further on: what is known by now is reported
+        if len(runs) < 2 or not has_column:
+            return None
+        return self._refused(
+            key,
+            say(
+                "its files do not follow one another: {other!r} of another sample is between {first!r} and {second!r}",
+                other=after, first=runs[0][1], second=runs[1][0],
+            ),
+            say("write the files of a sample one after the other, for example sorted by name: tar --sort=name -cf …"),
+        )  # fmt: skip
 
     def _refused(self, key: str, why: str, fix: str) -> UnsupportedData:
         return UnsupportedData(
