@@ -68,7 +68,7 @@ def _has_member(*endings: str) -> Callable[[Candidate], bool]:
 def _is_tar(one: Candidate) -> bool:
     """Archives of Unix version 7 have no magic number: what all have is a checksum in octal digits."""
     digits = one.head[148:156].strip(b" \0")
-    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_reader").is_tar(one.file))
+    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_members").is_tar(one.file))
 
 
 def _is_arrow_stream(one: Candidate) -> bool:

@@ -23,7 +23,8 @@ from legroom.formats import gather_byte_ranges
 from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile
-from legroom.formats.tar_reader import members, split_name
+from legroom.formats.tar_members import members
+from legroom.formats.tar_reader import split_name
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from archive_samples import read_webdataset, samples, write_tar
