@@ -84,7 +84,9 @@ def epoch(bench: Bench) -> Measured:
     """The first epoch of a fresh process against its second."""
     path = bench.file(368, "epoch")
     with legroom.open(path) as data:
-        count, npy = len(data["images"]), data.where("images").path
+        count, extent = len(data["images"]), data.where("images")
+        assert extent is not None
+        npy = extent.path
     runs: dict[str, list[list[float]]] = {"at-once": [], "ready": [], "plain": []}
     for _ in range(bench.rounds):
         for how, found in runs.items():

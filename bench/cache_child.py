@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def storm(path: str, folder: str, number: str) -> dict[str, Any]:
     data.ready()
     (place / f"opened-{number}").touch()
     _wait_for(place / "measure")
-    pss = sum(_pss(str(data.where("images").path.parent)))
+    extent = data.where("images")
+    assert extent is not None
+    pss = sum(_pss(str(extent.path.parent)))
     (place / f"measured-{number}").touch()
     _wait_for(place / "end")
     loads = sum(name == "read" for name in taken)
@@ -125,7 +128,8 @@ def _read_bytes() -> int:
 
 def _pss(below: str) -> list[int]:
     """The proportional share of every mapping of files below a directory, in bytes."""
-    found, inside = [], False
+    found: list[int] = []
+    inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split(maxsplit=5)
         if not head[0].endswith(":"):
@@ -136,5 +140,10 @@ def _pss(below: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    scene = {"first": first, "preload": preload, "epochs": epochs, "storm": storm}[sys.argv[1]]
-    print(json.dumps({"pid": os.getpid(), **scene(*sys.argv[2:])}))
+    scenes: dict[str, Callable[..., dict[str, Any]]] = {
+        "first": first,
+        "preload": preload,
+        "epochs": epochs,
+        "storm": storm,
+    }
+    print(json.dumps({"pid": os.getpid(), **scenes[sys.argv[1]](*sys.argv[2:])}))

@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -122,8 +124,13 @@ def _processor_seconds(path: Path, there: Path) -> dict[str, float]:
             while file.readinto(buffer):
                 pass
 
-    works = {"read": read, "inflate": unpack, "md5": lambda: hashlib.md5(whole).digest(), "write to tmpfs": put}
-    seconds = best(alternate({name: lambda work=work: timed(work) for name, work in works.items()}, 3))
+    works: dict[str, Callable[[], object]] = {
+        "read": read,
+        "inflate": unpack,
+        "md5": lambda: hashlib.md5(whole).digest(),
+        "write to tmpfs": put,
+    }
+    seconds = best(alternate({name: partial(timed, work) for name, work in works.items()}, 3))
     there.unlink()
     return seconds
 

@@ -84,4 +84,5 @@ class Bench:
 
 def preload(path: Path) -> np.ndarray:
     with h5py.File(path, "r") as file:
-        return file["images"][:]
+        found: np.ndarray = file["images"][:]
+        return found

@@ -20,6 +20,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from legroom.formats.base_reader import ArraySpec
 from legroom.formats.detect import open_source
 from legroom.formats.fill_output_arrays import threads
 from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, save, show, spreads, timed
@@ -56,12 +57,14 @@ def write(path: Path, data: np.ndarray, options: dict[str, object]) -> None:
 
 def by_h5py(path: Path) -> np.ndarray:
     with h5py.File(path, "r") as file:
-        return file["images"][:]
+        found: np.ndarray = file["images"][:]
+        return found
 
 
 def by_legroom(path: Path) -> np.ndarray:
     with open_source(path) as reader:
         (spec,) = reader.describe().items
+        assert isinstance(spec, ArraySpec)
         out = np.empty(spec.shape, spec.dtype)
         reader.read_into("images", out)
     return out

@@ -28,7 +28,7 @@ import legroom
 from measure import RESULTS, Row, alternate, as_json, in_words, kept, machine, places, save, show
 
 
-def annotations(count: int) -> list[dict[str, Any]]:
+def coco_annotations(count: int) -> list[dict[str, Any]]:
     chance = random.Random(0)
     number = chance.random
     return [
@@ -77,9 +77,9 @@ def memory(kind: str, asked: argparse.Namespace) -> dict[str, int]:
     """In a process of its own: PSS of it and its workers at the end, and the size of the data in it."""
     gc.collect()
     before = pss(os.getpid())
-    data: Any = legroom.freeze(annotations(1))  # what is subtracted: the same work on almost no data
+    data: Any = legroom.freeze(coco_annotations(1))  # what is subtracted: the same work on almost no data
     if kind == "plain":
-        data = annotations(asked.records)
+        data = coco_annotations(asked.records)
     elif kind == "frozen":
         data = pickle.loads(Path(asked.view).read_bytes())
     gc.collect()
@@ -120,7 +120,7 @@ def build(records: int, cores: int | None) -> dict[str, float]:
     """In a process of its own: bytes a second of freezing, and of pickle.dumps of the same records."""
     if cores:
         os.sched_setaffinity(0, set(list(os.sched_getaffinity(0))[:cores]))
-    data = annotations(records)
+    data = coco_annotations(records)
     legroom.freeze([0])  # imports are not what is measured
     gc.disable()
     start, worked = time.perf_counter(), time.process_time()
@@ -158,7 +158,7 @@ def speed(asked: argparse.Namespace, disk: Path) -> list[Row]:
     one = in_process("build-1", asked, disk)
     subprocess.check_call([sys.executable, "-m", "legroom", "cache", "drop", "--all"], stdout=subprocess.DEVNULL)
     all_cores = in_process("build", asked, disk)
-    few = annotations(min(asked.records, 20_000))
+    few = coco_annotations(min(asked.records, 20_000))
     pickled, frozen = PickledList(few), legroom.freeze(few)
     view = disk / "view"
     view.write_bytes(pickle.dumps(frozen))
@@ -214,7 +214,9 @@ def main() -> None:
             "build-1": lambda: build(asked.records, 1),
             "build": lambda: build(asked.records, None),
             "attach": lambda: attach(Path(asked.view)),
-            "freeze": lambda: Path(asked.view).write_bytes(pickle.dumps(legroom.freeze(annotations(asked.records)))),
+            "freeze": lambda: Path(asked.view).write_bytes(
+                pickle.dumps(legroom.freeze(coco_annotations(asked.records)))
+            ),
         }
         print(json.dumps(roles.get(asked.role, lambda: memory(asked.role, asked))()))
         return

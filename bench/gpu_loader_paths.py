@@ -188,8 +188,13 @@ def _bare(bench: Bench, size: int) -> Contender:
     source = batches._gatherer._sources["images"]
     chosen = [torch.randperm(len(source), device=DEVICE)[:size] for _ in range(8)]
     out = torch.empty((size, source.shape[1]), dtype=source.dtype, device=DEVICE)
-    # The batches are an argument so that the memory stays registered.
-    return repeated(4 * GB, lambda n, _=batches: torch.index_select(source, 0, chosen[n % 8], out=out).nbytes)
+
+    def gather(
+        number: int, _: object = batches
+    ) -> int:  # the batches are an argument so that the memory stays registered
+        return torch.index_select(source, 0, chosen[number % 8], out=out).nbytes
+
+    return repeated(4 * GB, gather)
 
 
 def _d2d(bench: Bench, size: int) -> Contender:

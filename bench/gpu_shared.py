@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 import legroom
+from legroom.loader.batches.cuda_resident import ResidentGatherer
 from measure import Row, as_json, gpu_machine, places, save, settle, show
 
 ROW = 3 * 224 * 224
@@ -142,7 +143,11 @@ def child(paths: list[str]) -> None:
     start = time.perf_counter()
     batches = data.batches(1024, shuffle=True, device="cuda", resident=True)
     attach = time.perf_counter() - start
-    shared = batches._gatherer._uses["array"].resource.words  # the rows as integers
+    gatherer = batches._gatherer
+    assert isinstance(gatherer, ResidentGatherer)
+    use = gatherer._uses["array"]
+    assert use is not None
+    shared = use.resource.words  # the rows as integers
     own = shared[:4096].clone()
     chosen = torch.randint(0, len(own), (1024,), device="cuda")
     rates = {}

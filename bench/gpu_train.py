@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ class Patches(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         seen = self.patches(images.to(torch.bfloat16).div_(255).to(memory_format=torch.channels_last))
-        return self.head(self.blocks(seen).mean((2, 3)))
+        found: torch.Tensor = self.head(self.blocks(seen).mean((2, 3)))
+        return found
 
 
 class Tokens(nn.Module):
@@ -71,7 +73,8 @@ class Tokens(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.embed(tokens & 4095)).mean(1))
+        found: torch.Tensor = self.head(self.layers(self.embed(tokens & 4095)).mean(1))
+        return found
 
 
 class Features(nn.Module):
@@ -84,7 +87,8 @@ class Features(nn.Module):
         )
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.layers(features)
+        found: torch.Tensor = self.layers(features)
+        return found
 
 
 def tasks() -> list[Task]:
@@ -169,11 +173,11 @@ def measure_paths(task: Task, path: Path, rounds: int, found: dict[str, Any]) ->
         contenders: dict[str, Callable[[], Iterator[Any]]] = {"no loading": lambda: _endless(kept)}
         for name in PATHS:
             batches = data.batches(task.batch, **options, path=name)
-            contenders[name] = lambda batches=batches: _epochs(batches)
+            contenders[name] = partial(_epochs, batches)
         resident = data.batches(task.batch, **options, resident=True)
         contenders["cuda-resident"] = lambda: _epochs(resident)
         speeds = alternate(
-            {name: lambda make=make: speed(task, step, make()) for name, make in contenders.items()}, rounds
+            {name: partial(lambda make: speed(task, step, make()), make) for name, make in contenders.items()}, rounds
         )
     found["steps_per_second"] = {name: max(values) for name, values in speeds.items()}
     found["all_steps_per_second"] = speeds
@@ -182,7 +186,10 @@ def measure_paths(task: Task, path: Path, rounds: int, found: dict[str, Any]) ->
 def measure_loaders(task: Task, path: Path, rounds: int, found: dict[str, Any]) -> None:
     """Steps a second of the DataLoaders."""
     step = trainer(task)
-    kinds = (("legroom.DataLoader", legroom.DataLoader), ("torch DataLoader", torch.utils.data.DataLoader))
+    kinds: tuple[tuple[str, Any], ...] = (
+        ("legroom.DataLoader", legroom.DataLoader),
+        ("torch DataLoader", torch.utils.data.DataLoader),
+    )
     with legroom.open(path, backing="shm") as data:
         for name, kind in kinds:
             loader = kind(
@@ -198,7 +205,7 @@ def trainer(task: Task) -> Callable[[Any, Any], None]:
     torch.manual_seed(0)
     model = task.model().to("cuda", torch.bfloat16)
     if task.images:
-        model = model.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's types do not name it
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loss_of = nn.CrossEntropyLoss()
 

@@ -101,9 +101,10 @@ def measure(bench: Bench, size: int) -> tuple[list[Row], dict[str, Any]]:
 
     torch.set_num_threads(1)
     ours = lambda: data.batches(size, shuffle=True, drop_last=True)  # noqa: E731
-    theirs = lambda workers: DataLoader(  # noqa: E731
-        TensorDataset(tensor), batch_size=size, shuffle=True, drop_last=True, num_workers=workers
-    )
+
+    def theirs(workers: int) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(tensor), batch_size=size, shuffle=True, drop_last=True, num_workers=workers)
+
     figures = alternate(
         {
             "bare": bare(images, size, 1),

@@ -33,7 +33,7 @@ def write_chats(path: Path, size: int) -> None:
     rows = len(letters) // 1024
     columns = {
         name: pa.StringArray.from_buffers(
-            rows, pa.py_buffer(np.arange(0, (rows + 1) * 512, 512, np.int32)), pa.py_buffer(half)
+            rows, pa.py_buffer(np.arange(0, (rows + 1) * 512, 512, dtype=np.int32)), pa.py_buffer(half)
         )
         for name, half in zip(COLUMNS, np.split(letters, 2), strict=True)
     }

@@ -260,7 +260,7 @@ def takeovers(kills: int) -> list[float]:
             one.join(20)
             one.kill()
             one.join()
-    return list(longest)
+    return [float(seconds) for seconds in longest[:]]
 
 
 def _next_producer(name: str, before: int) -> int:

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from measure import Row, as_json, in_words, machine, save, show, table
 
@@ -131,7 +131,9 @@ def _taken(pids: list[int]) -> int:
     return total
 
 
-def compare(name: str, dataset: Any, kind: str, rounds: int, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+def compare(
+    name: str, dataset: Any, kind: Literal["torch", "legroom"], rounds: int, quick: bool
+) -> tuple[list[Row], dict[str, Any]]:
     import legroom
 
     started = time.perf_counter()

@@ -84,7 +84,10 @@ def _group(module: str, names: list[str] | None) -> Iterator[str]:
     for node in classes:
         if names is None:  # of errors, each with its code
             by_name = re.sub("(?<!^)(?=[A-Z])", "-", node.name).lower()
-            code = next((_text(one.value) for one in node.body if _names(one) == ["code"]), by_name)
+            stated = (
+                one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign) and _names(one) == ["code"]
+            )
+            code = next((_text(one.value) for one in stated if one.value), by_name)
             yield f"- **{node.name}** (`{code}`): {_sentence(node)}"
         elif node.name in names:
             yield f"- **{node.name}**: {_sentence(node)} {_fields(module, node)}".rstrip()

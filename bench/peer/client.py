@@ -75,7 +75,7 @@ class Client:
         for at in range(0, self._count(), BATCH):
             rows = np.arange(at, min(at + BATCH, self._count()))
             part = self.peer.rows(self.data, rows) if view is None else view[at : at + BATCH]
-            total = zlib.crc32(np.ascontiguousarray(part), total)
+            total = zlib.crc32(np.ascontiguousarray(part).data, total)
         return {"crc": total}
 
     def gather(self) -> dict[str, Any]:

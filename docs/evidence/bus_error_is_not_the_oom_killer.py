@@ -7,6 +7,7 @@ spare. Does not cover: bus errors of other origin (a mapped file that was trunca
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import experiment as ex
 import rigs
@@ -20,6 +21,7 @@ def touch(index: int = 0) -> int:
     from multiprocessing.shared_memory import SharedMemory
 
     segment = SharedMemory(create=True, size=ASKED)
+    assert segment.buf is not None
     segment.buf[:] = bytes(ASKED)
     return index
 
@@ -71,4 +73,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    {"touch": touch, "loader": loader}[sys.argv[1]]() if len(sys.argv) > 1 else main()
+    roles: dict[str, Callable[[], object]] = {"touch": touch, "loader": loader}
+    roles[sys.argv[1]]() if len(sys.argv) > 1 else main()

@@ -34,6 +34,7 @@ def shared_memory() -> None:
 
     segment = SharedMemory(create=True, size=ASKED)
     print("granted; writing at MiB", end=" ", flush=True)
+    assert segment.buf is not None
     touch(segment.buf)
 
 

@@ -7,7 +7,6 @@ Does not cover: Legroom's DataLoader, whose batches are not in /dev/shm.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

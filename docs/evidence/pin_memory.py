@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import experiment as ex
 import rigs
@@ -33,7 +34,7 @@ def loader_peak(pin: bool) -> tuple[int, bool]:
     from torch.utils.data import DataLoader
 
     ones = torch.ones(BATCH, dtype=torch.uint8)
-    options = {"num_workers": WORKERS, "prefetch_factor": PREFETCH, "pin_memory": pin}
+    options: dict[str, Any] = {"num_workers": WORKERS, "prefetch_factor": PREFETCH, "pin_memory": pin}
     with ex.ShmPeak() as shm:
         for batch in DataLoader([ones] * 12, batch_size=1, **options):
             pinned = batch.is_pinned()

@@ -31,7 +31,7 @@ def load(strategy: str, *, tensors: int, nbytes: int, descriptors: int) -> tuple
     import torch
     from torch.utils.data import DataLoader
 
-    class Batches(torch.utils.data.Dataset):
+    class Batches(torch.utils.data.Dataset[list[torch.Tensor]]):
         def __len__(self) -> int:
             return 8
 

@@ -59,6 +59,7 @@ def accounts() -> dict[str, bool]:
         note("tmpfs: file removed")
         command = writer.command(ex.role(__file__, "memfd", 60, "wait"))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
             ex.run(reader.command(["cat", child.stdout.readline().strip()]))
             note("memfd: writer alive, memory read")
             child.communicate()

@@ -16,6 +16,7 @@ import time
 import warnings
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 import experiment as ex
 
@@ -80,7 +81,7 @@ def pythons() -> list[str]:
 
 def main() -> None:
     ex.need_module("torch")
-    seen = {}
+    seen: dict[str, list[Any]] = {}
     for python in pythons():
         child = ex.run([python, "-B", __file__, "look"])
         if child.returncode == 0:
@@ -93,10 +94,10 @@ def main() -> None:
     ]
     head = ("default", "forked processes work", "warns", "beside a thread: work", "warns")
     ex.table(("Python", *head), rows)
-    loads = {}
+    loads: dict[str, tuple[bool, float]] = {}
     for method in METHODS:
         child = ex.run(ex.role(__file__, method))
-        loads[method] = json.loads(child.stdout) if child.returncode == 0 else [False, 0.0]
+        loads[method] = tuple(json.loads(child.stdout)) if child.returncode == 0 else (False, 0.0)
     from importlib.metadata import version as version_of
 
     running = sys.version.split()[0]

@@ -87,6 +87,10 @@ class NoSuchProcess(UsageError):
     """A process id that does not exist or is not visible."""
 
 
+class UnreadableProcess(NoSuchProcess):
+    """A process that exists, but whose memory may not be read: another user's."""
+
+
 class NothingMatches(UsageError):
     """A pattern that matches no process."""
 

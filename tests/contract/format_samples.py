@@ -434,12 +434,12 @@ def read_parquet(path: Path) -> Any:
     return table.set_column(index, "kind", table["kind"].cast("string"))
 
 
-def arrow_ipc(folder: Path, stream: bool = False, compression: str | None = None) -> Path:
+def arrow_ipc(folder: Path, stream: bool = False, compression: str | None = None, old: bool = False) -> Path:
     import pyarrow as pa
 
     path = folder / "data.arrow"
     table = common_table().unify_dictionaries()
-    options = pa.ipc.IpcWriteOptions(compression=compression)
+    options = pa.ipc.IpcWriteOptions(compression=compression, use_legacy_format=old)
     opener = pa.ipc.new_stream if stream else pa.ipc.new_file
     with opener(str(path), table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=700)
@@ -578,6 +578,10 @@ SAMPLES = [
     Sample("arrow", "arrow", arrow_ipc, table=read_ipc, attributes=NOTES),
     Sample("arrow-zstd", "arrow", lambda f: arrow_ipc(f, compression="zstd"), table=read_ipc, attributes=NOTES),
     Sample("arrow-stream", "arrow-stream", lambda f: arrow_ipc(f, stream=True), table=read_ipc, attributes=NOTES),
+    Sample(
+        "arrow-stream-before-0.15", "arrow-stream", lambda f: arrow_ipc(f, stream=True, old=True), table=read_ipc,
+        attributes=NOTES,
+    ),
     Sample("hf-saved", "hf-datasets", lambda f: hf_saved(f, hf_table(), 3), table=lambda _: hf_table()),
     Sample("hf-downloaded", "hf-datasets", hf_downloaded, table=lambda _: hf_table().drop_columns(["when"])),
     Sample("feather", "arrow", feather, table=read_ipc, attributes=NOTES),

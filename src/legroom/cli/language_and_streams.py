@@ -62,7 +62,8 @@ language_option = click.option(
 def apply_language(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> str | None:
     """Switch to the language of --lang before the line is parsed, so that usage errors are in it too.
 
-    Returns why the output is in another language than that of --lang; None if it is not.
+    Returns why the output is in another language than that of --lang or LEGROOM_LANG; None if it is not. With
+    LEGROOM_LANG, which is set once for all commands, only a name that is no language of ours is worth a line each time.
     """
     dropped = None
     name_asked, met = asked_for(command, arguments, name)
@@ -77,6 +78,12 @@ def apply_language(command: click.Command, arguments: Sequence[str], name: str, 
                 "PYTHONIOENCODING=utf-8",
                 name=language, encoding=encoding,
             )  # fmt: skip
+    own = os.environ.get(messages.VARIABLE)
+    if name_asked is None and own and messages.known(own) is None:
+        dropped = say(
+            "{variable}={name} has no effect: the supported languages are {names}",
+            variable=messages.VARIABLE, name=own, names=messages.listed(messages.LANGUAGES),
+        )  # fmt: skip
     for context in met:
         _translate_help_option(context)
     return dropped

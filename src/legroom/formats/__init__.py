@@ -14,7 +14,8 @@ torch_reader             checkpoints of torch.save, without torch and without ru
 token_reader             flat token files with a dtype that the caller gives, and those of llm.c; what is none
 unsupported_file_types   types that are not read, and what to do: LFS pointers, HTML, images, gzip, GGUF
 megatron_reader          Megatron's .idx and .bin
-tar_reader               WebDataset shards: the headers of a tar archive, its files grouped into samples
+tar_members              the headers of a tar archive, and what its links stand for
+tar_reader               WebDataset shards: the files of a tar archive grouped into samples
 mds_reader               MosaicML MDS directories: index.json, shards, columns, encodings
 image_folder_reader      folders of images, one directory per class; train/ and val/ are not classes
 gather_byte_ranges       ragged bytes that lie in many ranges of a file, read in slabs

@@ -1,7 +1,7 @@
 """Read Arrow IPC files, Arrow streams and Feather version 2 as one table.
 
-Handles compressed batches, dictionaries and streams without an end marker. Refuses streams that replace a dictionary,
-because an IPC file holds one dictionary per column.
+Handles compressed batches, dictionaries, streams without an end marker, and messages without a marker, as before Arrow
+0.15. Refuses streams that replace a dictionary, because an IPC file holds one dictionary per column.
 
 Sizes come from the message headers alone; no values are read for them. The headers are flatbuffers. Only four tables
 of the format are needed (Message, RecordBatch, DictionaryBatch, Buffer), so they are parsed here; every offset is

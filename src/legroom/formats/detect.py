@@ -68,13 +68,18 @@ def _has_member(*endings: str) -> Callable[[Candidate], bool]:
 def _is_tar(one: Candidate) -> bool:
     """Archives of Unix version 7 have no magic number: what all have is a checksum in octal digits."""
     digits = one.head[148:156].strip(b" \0")
-    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_reader").is_tar(one.file))
+    return bool(digits) and digits.isdigit() and bool(lazy_import("legroom.formats.tar_members").is_tar(one.file))
 
 
 def _is_arrow_stream(one: Candidate) -> bool:
-    """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message."""
+    """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message.
+
+    Before Arrow 0.15 it started with the length.
+    """
     length = int.from_bytes(one.head[4:8], "little")
-    if not one.head.startswith(b"\xff\xff\xff\xff") or not 0 < length < 1 << 28 or length % 8:
+    if not one.head.startswith(b"\xff\xff\xff\xff"):
+        return _is_old_arrow_stream(one.head, one.size)
+    if not 0 < length < 1 << 28 or length % 8:
         return False
     # Tokens may be those numbers too, but hardly a message: its root is a table in it, with its fields before it.
     return one.dtype is None or _is_message(one.head[8:])
@@ -82,12 +87,34 @@ def _is_arrow_stream(one: Candidate) -> bool:
 
 def _is_message(flat: bytes) -> bool:
     """Whether a flatbuffer begins like the message of a schema: its version, its type, and no body."""
-    root = int.from_bytes(flat[:4], "little")
-    fields = root - int.from_bytes(flat[root : root + 4], "little", signed=True)
+    root, fields = _flat_table(flat, 0)
     if not 4 <= fields <= len(flat) - 10 or root + 4 > len(flat):
         return False
     size, own, version, kind = struct.unpack_from("<4H", flat, fields)
     return size >= 8 and own >= 8 and max(version, kind) < own and flat[root + kind : root + kind + 1] == b"\1"
+
+
+def _is_old_arrow_stream(head: bytes, size: int) -> bool:
+    """Whether a file begins with the length of a schema's message. Without a marker, more of the message is checked."""
+    length, flat = int.from_bytes(head[:4], "little"), head[4:]
+    if not 16 <= length <= min(size - 4, 1 << 28) or length % 4 or not _is_message(flat):
+        return False
+    root, root_fields = _flat_table(flat, 0)
+    count, own, version, _, schema = struct.unpack_from("<5H", flat, root_fields)
+    if root % 4 or count not in (10, 12, 14) or own > 64 or not (0 < version < own and 0 < schema < own):
+        return False
+    if root + own > len(flat) - 4 or int.from_bytes(flat[root + version : root + version + 2], "little") > 4:
+        return False
+    below, below_fields = _flat_table(flat, root + schema)
+    if below % 4 or not 0 < below_fields <= len(flat) - 2:
+        return False
+    return struct.unpack_from("<H", flat, below_fields)[0] in (8, 10, 12)
+
+
+def _flat_table(flat: bytes, at: int) -> tuple[int, int]:
+    """The table of a flatbuffer that a reference at this position leads to, and its list of fields."""
+    table = at + int.from_bytes(flat[at : at + 4], "little")
+    return table, table - int.from_bytes(flat[table : table + 4], "little", signed=True)
 
 
 def _is_safetensors(one: Candidate) -> bool:

@@ -160,7 +160,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
 
 
-class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationTracker(TorchDispatchMode):
     """While active, counts the storage of every operation's results; ``add`` counts what existed before."""
 
     def __init__(self) -> None:

@@ -190,7 +190,7 @@ class MicroBatchLoss:
             gc.collect()
         import torch
 
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def _halve(self, size: int) -> None:

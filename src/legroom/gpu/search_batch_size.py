@@ -427,7 +427,7 @@ class SavedState:
 
             self._states = [_copy_to_host(one.state_dict()) for one in self._keep]
             self._random = torch.get_rng_state()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if torch.cuda.is_initialized():
                 self._random_on_gpus = torch.cuda.get_rng_state_all()
         return self
 

@@ -149,7 +149,7 @@ def _random_states() -> dict[str, Any]:
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = (name, keys.tolist(), *rest)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state_all()
     return found
 

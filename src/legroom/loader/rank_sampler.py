@@ -12,6 +12,7 @@ Ranks that share their data (tensor or pipeline parallelism) must pass rank and 
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,15 +21,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from legroom.errors import UsageError
-from legroom.messages import say
+from legroom.messages import RANKS, counted, phrase, say
 
+log = logging.getLogger("legroom")
 NDArray = np.ndarray[Any, Any]
 Uneven = Literal["pad", "drop", "all"]
 
-
-_AT_ONCE = (
-    1 << 13
-)  # random numbers: numpy holds the interpreter's lock meanwhile, and the next epoch's are made in a thread
+# Random numbers: numpy holds the interpreter's lock meanwhile, and the next epoch's are made in a thread.
+_AT_ONCE = 1 << 13
 
 
 class SampledBatch(NamedTuple):
@@ -85,6 +85,32 @@ class RankSampler:
         if self.uneven == "pad" and over:
             each += 1
         return self.rank * each, (self.rank + 1) * each
+
+
+_ROWS = phrase("{count} row"), phrase("{count} rows")
+
+
+def warn_of_no_batches(rows: int, batch_size: int, world_size: int, uneven: Uneven) -> None:
+    """Warn of an epoch without batches although there are rows. No error: a loop of torch's DataLoader ends at once."""
+    each = -(-rows // world_size) if uneven == "pad" else rows // world_size
+    if each:
+        log.warning(
+            "%s",
+            say(
+                "an epoch has no batches: {rows} on each rank are fewer than batch_size={size}, and drop_last=True "
+                "drops smaller batches. Pass batch_size={each} or less, or drop_last=False",
+                rows=counted(each, *_ROWS), size=batch_size, each=each,
+            ),
+        )  # fmt: skip
+    elif uneven == "drop":
+        log.warning(
+            "%s",
+            say(
+                "an epoch has no batches: there are {rows} for {ranks}, and uneven='drop' drops the rows that do not "
+                "divide evenly. Pass uneven='pad'",
+                rows=counted(rows, *_ROWS), ranks=counted(world_size, *RANKS),
+            ),
+        )  # fmt: skip
 
 
 def permutation(rows: int, seed: int, epoch: int) -> NDArray:

@@ -6,14 +6,15 @@ figure is that of the process nearest its limit.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from legroom.errors import NoSuchProcess
-from legroom.messages import joined, say
+from legroom.errors import UnreadableProcess
+from legroom.messages import joined, listed, say
 from legroom.probe.copy_on_write import CopiedMemory, CopyReader
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
@@ -184,14 +185,7 @@ def measure_running_jobs(host: Host, pids: Sequence[int] = (), pattern: str | No
     members = tuple(found.values())
     for one in members:
         if one.held.get("shm") is None:
-            raise NoSuchProcess(
-                say("process {pid} cannot be measured", pid=one.pid),
-                why=joined(one.notes) or say("no permission to read its memory maps"),
-                fix=(
-                    say("run as the user who started it, or as root"),
-                    say("or pass the memory of one process: per_process='5.75MB'"),
-                ),
-            )
+            raise _unreadable(one)
     segments, everybodys = _used_by_several(host, members)
     own = []
     for one in members:
@@ -203,6 +197,27 @@ def measure_running_jobs(host: Host, pids: Sequence[int] = (), pattern: str | No
         shm=tuple(own),
         ram=tuple(_private_ram(host, one) for one in members),
         shared=segments.total(everybodys & used) or 0,
+    )
+
+
+def _unreadable(one: Job) -> UnreadableProcess:
+    """The error for a job whose use of /dev/shm is unknown: whose processes they are, and how many may not be read."""
+    others = sorted({process.uid for process in one.processes if process.uid not in (None, os.geteuid())})
+    why = list(one.notes[:1])  # that on shm; what else is unknown does not matter
+    if others:
+        whose = say(
+            "uid {owner} runs it, and this command runs as uid {user}",
+            owner=listed(map(str, others)),
+            user=os.geteuid(),
+        )
+        why.insert(0, whose)
+    return UnreadableProcess(
+        say("the memory of process {pid} may not be read", pid=one.pid),
+        why=joined(why) or say("no permission to read its memory maps"),
+        fix=(
+            say("run as the user who started it, or as root"),
+            say("or pass the memory of one process: per_process='5.75MB'"),
+        ),
     )
 
 

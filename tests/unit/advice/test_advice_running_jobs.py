@@ -91,5 +91,7 @@ def test_another_users_process_cannot_be_measured(pair: list[int]) -> None:
 
     code = f"import sys; from legroom.cli.main import run; sys.exit(run(['plan', '--measure', '{pair[0]}']))"
     done = subprocess.run(rigs.as_user(65534, [sys.executable, "-c", code]), capture_output=True, text=True, cwd="/")
-    assert done.returncode == 2 and "[no-such-process]" in done.stderr, done.stderr
-    assert "cannot be measured" in done.stderr
+    assert done.returncode == 2 and "[unreadable-process]" in done.stderr, done.stderr
+    assert f"the memory of process {pair[0]} may not be read" in done.stderr
+    assert "uid 0 runs it, and this command runs as uid 65534" in done.stderr and "no permission" in done.stderr
+    assert "ram:" not in done.stderr and "as root" in done.stderr

@@ -22,6 +22,7 @@ from legroom.messages import cells
 ALL = sorted(path.name for path in TREES.iterdir() if path.is_dir())
 LOGS = sorted((Path(__file__).parents[2] / "real" / "deaths" / "logs").glob("*.log"))
 PLAN = ("--gpus", "8", "--jobs-per-gpu", "6", "--per-process", "5.75MB")
+ROOT = ("--root", str(TREES / "docker-v2"))
 ENGLISH = re.compile(r"(?<![\w'/=.-])(?:[A-Za-z][a-z]*,? ){3,}[a-z]+(?![\w'/=.-])")
 
 
@@ -192,6 +193,34 @@ def test_a_command_without_dashes_before_it_keeps_its_language(capfd: pytest.Cap
     assert status == 0 and "['--lang', 'zh'] None" in shown.out and messages.language() == "en"
 
 
+@pytest.mark.parametrize("name", ["fr", "fr_FR.UTF-8", "chinese"])
+def test_a_language_of_the_environment_that_is_none_of_ours_is_reported(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGROOM_LANG", name)
+    told = f"legroom: LEGROOM_LANG={name} has no effect: the supported languages are en, zh\n"
+    assert _run(capsys, "doctor", *ROOT)[2] == told
+    _, text, err = _run(capsys, "doctor", *ROOT, "--json")
+    assert json.loads(text)["schema"].startswith("legroom.doctor/") and err == told
+    assert _run(capsys, "doctor", *ROOT, "--lang", "en")[2] == ""
+    assert "LEGROOM_LANG" not in _run(capsys, "doctor", "--lang", "xx")[2]  # which is refused
+    for known in ("", "en_GB", "C"):
+        monkeypatch.setenv("LEGROOM_LANG", known)
+        assert _run(capsys, "doctor", *ROOT)[2] == ""
+
+
+def test_the_environments_language_does_not_disturb_a_supervised_command(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGROOM_LANG", "fr")
+    told = "import os, sys; print(os.environ['LEGROOM_LANG']); sys.exit(3)"
+    assert run(["run", "--quiet", "--", sys.executable, "-c", told]) == 3
+    assert capfd.readouterr() == ("fr\n", "")
+    assert run(["run", "--", sys.executable, "-c", told]) == 3
+    shown = capfd.readouterr()
+    assert shown.out == "fr\n" and shown.err.count("LEGROOM_LANG=fr has no effect") == 1
+
+
 def test_help_after_a_language_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "显示本说明并退出" in _run(capsys, "--lang", "zh", "doctor", "-h")[1]
 
@@ -217,9 +246,6 @@ def _legroom(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, "-m", "legroom", *arguments], capture_output=True, env={**kept, **environment}
     )
-
-
-ROOT = ("--root", str(TREES / "docker-v2"))
 
 
 def test_the_locale_alone() -> None:

@@ -16,7 +16,7 @@ import rigs
 
 from legroom.errors import DamagedSource, MissingPackage, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats import image_folder_reader
-from legroom.formats.detect import open_source
+from legroom.formats.detect import _is_old_arrow_stream, open_source
 
 
 def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
@@ -294,6 +294,47 @@ def test_tokens_that_begin_like_an_arrow_stream_are_tokens(tmp_path: Path) -> No
             out: Any = np.empty(402, np.int32)
             reader.read_into(reader.describe().items[0].name, out)
         np.testing.assert_array_equal(out, tokens)
+
+
+@pytest.mark.parametrize("columns", [0, 1, 300])
+@pytest.mark.parametrize("notes", [0, 10, 5000])
+def test_an_arrow_stream_of_before_0_15_is_recognized(tmp_path: Path, columns: int, notes: int) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    fields = [(f"column {number}", arrow.int64()) for number in range(columns)]
+    schema = arrow.schema(fields, metadata={"a": "b" * notes} if notes else None)
+    for version in arrow.ipc.MetadataVersion:
+        if version < arrow.ipc.MetadataVersion.V4:
+            continue  # pyarrow writes none
+        options = arrow.ipc.IpcWriteOptions(use_legacy_format=True, metadata_version=version)
+        with arrow.ipc.new_stream(str(tmp_path / "x"), schema, options=options):
+            pass
+        with open_source(tmp_path / "x") as reader:
+            assert type(reader).__name__ == "ArrowReader"
+        with pytest.raises(UsageError, match="arrow-stream"), open_source(tmp_path / "x", dtype="int32"):
+            pass
+
+
+def test_hardly_any_other_bytes_are_an_arrow_stream_of_before_0_15() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    sink = arrow.BufferOutputStream()
+    options = arrow.ipc.IpcWriteOptions(use_legacy_format=True)
+    with arrow.ipc.new_stream(sink, arrow.schema([("a", arrow.int64())]), options=options) as to:
+        to.write_batch(arrow.record_batch([[1, 2]], names=["a"]))
+    whole = sink.getvalue().to_pybytes()
+    assert _is_old_arrow_stream(whole, len(whole))
+    rows = whole[4 + int.from_bytes(whole[:4], "little") :]
+    assert not _is_old_arrow_stream(rows, len(rows))  # a message, but of a batch
+    for end in range(64):
+        _is_old_arrow_stream(whole[:end], end)  # raises nothing
+    chance = np.random.default_rng(0)
+    for _ in range(20_000):  # most bytes as they are: they pass most of the checks
+        changed = np.frombuffer(whole, np.uint8).copy()
+        changed[chance.integers(0, 64, 3)] = chance.integers(0, 256, 3)
+        _is_old_arrow_stream(changed.tobytes(), len(changed))
+    for dtype, most in (("u2", 50_257), ("u2", 32), ("i4", 32), ("i4", 4096), ("i8", 32), ("f4", 2)):
+        for _ in range(5_000):
+            tokens = chance.integers(0, most, 256).astype(dtype).tobytes()
+            assert not _is_old_arrow_stream(tokens, len(tokens))
 
 
 @pytest.mark.parametrize("columns", [1, 40])

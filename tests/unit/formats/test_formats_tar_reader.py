@@ -23,7 +23,8 @@ from legroom.formats import gather_byte_ranges
 from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 from legroom.formats.file_reads_and_errors import SourceFile
-from legroom.formats.tar_reader import members, split_name
+from legroom.formats.tar_members import members
+from legroom.formats.tar_reader import split_name
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from archive_samples import read_webdataset, samples, write_tar
@@ -289,6 +290,38 @@ def test_what_webdataset_refuses_or_a_ragged_array_cannot_hold_is_refused_with_t
 ) -> None:
     with pytest.raises(UnsupportedData, match=why):
         read(tar(*(member(name, b"1") for name in names)))
+
+
+@pytest.mark.parametrize(
+    ("names", "key", "first", "other", "second"),
+    [
+        ("a.jpg b.jpg a.cls b.cls", "a", "a.jpg", "b.jpg", "a.cls"),
+        ("a.jpg a.cls b.jpg c.jpg c.cls b.cls", "b", "b.jpg", "c.jpg", "b.cls"),
+        ("a.jpg a.txt b.jpg b.txt b.cls a.cls", "a", "a.txt", "b.jpg", "a.cls"),
+        ("a.jpg README b.jpg b.cls a.cls", "a", "a.jpg", "b.jpg", "a.cls"),
+    ],
+)
+@pytest.mark.parametrize("keys", [None, ["cls"]])
+def test_files_of_a_sample_that_do_not_follow_one_another_are_named(
+    tar: Any, names: str, key: str, first: str, other: str, second: str, keys: list[str] | None
+) -> None:
+    with pytest.raises(UnsupportedData, match=f"sample '{key}'") as caught:
+        read(tar(*(member(name.encode(), b"1") for name in names.split())), keys)
+    assert f"'{other}' of another sample is between '{first}' and '{second}'" in caught.value.why
+    assert "tar --sort=name" in caught.value.fix[0]
+
+
+def test_a_sample_that_comes_twice_and_lacks_a_column_both_times_is_refused_for_that(tar: Any) -> None:
+    for names in ("a.jpg b.jpg b.cls a.jpg", "a.jpg b.jpg b.cls"):
+        with pytest.raises(UnsupportedData, match=r"sample 'a'.*\n?.*no '.cls', which sample 'b' has"):
+            read(tar(*(member(name.encode(), b"1") for name in names.split())))
+
+
+def test_files_that_do_not_follow_one_another_are_named_in_an_archive_that_is_cut_later_on(tar: Any) -> None:
+    damaged = tar(member(b"a.jpg", b"1"), member(b"b.jpg", b"1"), member(b"a.cls", b"1"), member(b"b.cls", b"1"))
+    damaged.write_bytes(damaged.read_bytes()[:-600])  # what comes after the refused sample cannot be read
+    with pytest.raises(UnsupportedData, match=r"'b\.jpg' of another sample is between"):
+        read(damaged)
 
 
 def test_keys_leave_out_what_some_samples_lack(tar: Any) -> None:

@@ -52,6 +52,24 @@ def test_batches_in_order(data: Data) -> None:
     assert (batches.path, batches.why) == ("cpu", "no device was given")
 
 
+def test_an_epoch_without_batches_is_reported(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    short: dict[str, Any] = {"rows": range(7), "drop_last": True}
+    assert len(data.batches(7, **short)) == 1 and len(data.batches(8, rows=range(7))) == 1
+    assert len(data.batches(4, **short, rank=1, world_size=2)) == 1  # padded by a row
+    assert len(data.batches(1, rows=range(1), rank=1, world_size=2, uneven="all")) == 0  # its rows are all given out
+    assert not caplog.messages
+    assert list(data.batches(8, **short)) == []
+    (text,) = caplog.messages
+    assert "7 rows on each rank are fewer than batch_size=8" in text and "batch_size=7 or less" in text
+    for uneven, each in (("pad", 4), ("drop", 3)):
+        caplog.clear()
+        assert len(data.batches(5, **short, rank=1, world_size=2, uneven=uneven)) == 0
+        assert f"batch_size={each} or less" in caplog.text
+    caplog.clear()
+    assert len(data.batches(1, rows=range(3), rank=0, world_size=4, uneven="drop")) == 0
+    assert "3 rows for 4 ranks" in caplog.text and "uneven='pad'" in caplog.text
+
+
 def test_numpy_and_transform(data: Data) -> None:
     batch = next(iter(data.batches(3, format="numpy", keys="labels", transform=lambda b: b["labels"] * 2)))
     assert isinstance(batch, np.ndarray) and batch.tolist() == [0, 2, 4]

@@ -89,6 +89,11 @@ def test_ranks_share_the_windows(tokens: Any) -> None:
     assert [len(batch["tokens"]) for batch in short] == [50, 50]
 
 
+def test_a_stride_longer_than_the_window_leaves_out_tokens_between(tokens: Any) -> None:
+    found = rows(opened().batches(50, sequence_length=9, stride=30))
+    assert found == expected(tokens, 9, 30)
+
+
 def test_a_loop_resumes_at_the_exact_window(tokens: Any) -> None:
     def fresh(**more: Any) -> Any:
         settings = {"sequence_length": 9, "stride": 4, "shuffle": True, "seed": 5, **more}

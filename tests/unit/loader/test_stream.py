@@ -120,6 +120,16 @@ def test_drop_last(tmp_path: Path) -> None:
     assert ids(stream(paths, batch_size=6, drop_last=True, filters=[("id", ">", 5)])) == list(range(6, 18))
 
 
+def test_an_epoch_without_batches_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths, _ = write(tmp_path, [20], 6)
+    stream(paths, batch_size=20, drop_last=True)
+    stream(paths, batch_size=21, drop_last=True, filters=[("id", ">", 5)])  # unknown before it is read
+    assert not caplog.messages
+    assert ids(stream(paths, batch_size=21, drop_last=True)) == []
+    (text,) = caplog.messages
+    assert "20 rows on each rank are fewer than batch_size=21" in text
+
+
 def test_an_empty_file_has_no_batches(tmp_path: Path) -> None:
     for kind in KINDS:
         path = write_one(tmp_path / kind, table(0, 0), 5, kind)

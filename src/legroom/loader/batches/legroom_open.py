@@ -71,7 +71,8 @@ class Data(CachedData):
             device: ``"cuda"`` returns batches on the GPU; None, in RAM.
             format: ``"torch"``, or ``"numpy"``, which returns arrays and needs no torch.
             keys: The columns, or groups of them; None takes all.
-            drop_last: Drop batches smaller than ``batch_size``.
+            drop_last: Drop batches smaller than ``batch_size``. With fewer rows than that, an epoch has no batches, as
+                in torch: ``len`` is 0 and a loop ends at once. A warning is logged.
             rank: Rank of this process; None: torch.distributed's, or the launcher's.
             world_size: Number of ranks; None: likewise.
             uneven: Rows that do not divide evenly among the ranks: ``"pad"`` repeats some, ``"drop"`` leaves some
@@ -82,7 +83,8 @@ class Data(CachedData):
                 cuda-registered or cuda-pinned. ``batches.path`` and ``batches.why`` show the choice.
             sequence_length: Of a token file: make batches of windows. ``batch["tokens"]`` has the shape
                 (batch_size, sequence_length + 1): the inputs are ``[:, :-1]``, the targets ``[:, 1:]``.
-            stride: Tokens from the start of one window to that of the next; None: sequence_length.
+            stride: Tokens from the start of one window to that of the next; None: sequence_length. A smaller one makes
+                windows overlap; a larger one leaves out ``stride - sequence_length`` tokens after each window.
             rows: Use only these rows, in this order unless ``shuffle`` is set: a slice, a range, row numbers or a mask
                 with one bool for each row. With ``sequence_length``, windows. None uses all.
         """
@@ -91,8 +93,13 @@ class Data(CachedData):
         with import_lock:
             from legroom.loader.batches.batch_iterator import Batches
             from legroom.loader.batches.batch_settings import BatchSettings
+            from legroom.loader.rank_sampler import warn_of_no_batches
 
-        return Batches(self, BatchSettings(**{**given, "keys": Selection(keys).keys}))
+        batches = Batches(self, BatchSettings(**{**given, "keys": Selection(keys).keys}))
+        sampler = batches.sampler
+        if sampler.rows and not len(sampler):
+            warn_of_no_batches(sampler.rows, sampler.batch_size, sampler.world_size, sampler.uneven)
+        return batches
 
 
 def open(

@@ -55,7 +55,8 @@ from legroom.system.argument_checks import check_choice
 from legroom.system.lazy_and_optional_imports import require
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader as DataLoader
+    from torch.utils.data import DataLoader as TorchDataLoader
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
 _log = logging.getLogger("legroom")
 _reported: set[str] = set()
@@ -461,6 +462,15 @@ def _loader_class() -> type[Any]:
     Torch = require("torch.utils.data", "torch", "legroom.DataLoader").DataLoader  # noqa: N806
     names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": Loader.__doc__, "_torch": Torch}
     return types.new_class("DataLoader", (Loader, Torch[_Batch]), exec_body=lambda body: body.update(names))
+
+
+if TYPE_CHECKING:
+    # The same for type checkers, which would not know our arguments from torch's class. A default, because no type of
+    # batches follows from the arguments.
+    _AnyBatch = TypeVarWithDefault("_AnyBatch", covariant=True, default=Any)
+
+    class DataLoader(Loader, TorchDataLoader[_AnyBatch]):  # type: ignore[misc] # its iterator is our own
+        ...
 
 
 def __getattr__(name: str) -> Any:

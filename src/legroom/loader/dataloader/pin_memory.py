@@ -45,7 +45,7 @@ class CudaPinner:
         """Pin the pages of a slot for as long as it is mapped; whether that worked."""
         import torch
 
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(slot.address, HEADER + slot.capacity, _PORTABLE)) != 0:
             _clear_error()
             return False
@@ -144,7 +144,7 @@ def cuda_pinner() -> CudaPinner | None:
             getattr(driver, name).restype = ctypes.c_int
     except (OSError, AttributeError):
         return None
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
     return CudaPinner(driver)
 
 

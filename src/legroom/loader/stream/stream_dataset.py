@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 from legroom.errors import BudgetTooSmall, NoLength, UsageError
-from legroom.loader.rank_sampler import Uneven, process_group, rank_and_world
+from legroom.loader.rank_sampler import Uneven, process_group, rank_and_world, warn_of_no_batches
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
 from legroom.loader.stream.parquet_row_groups import leaf_count
 from legroom.loader.stream.shard_and_shuffle import (
@@ -142,7 +142,8 @@ def stream(
         rank: Rank of this process; None: torch.distributed's, or the launcher's.
         world_size: Number of ranks; None: likewise.
         uneven: Rows that do not divide evenly among the ranks: ``"pad"``, ``"drop"`` or ``"all"``.
-        drop_last: Drop a batch smaller than ``batch_size``.
+        drop_last: Drop a batch smaller than ``batch_size``. If a rank has fewer rows than that, there are no batches,
+            and a warning is logged.
         shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
     """
     check_arguments(stream, locals(), ("columns", "batch_size", "memory", "seed"))
@@ -171,6 +172,8 @@ def stream(
     else:
         sizes = [group.rows for group in catalog.groups]
     made: Stream = iterable_class(Stream)(catalog, settings, division, sizes, counted, epoch)
+    if sum(sizes) and (catalog.condition is None or counted) and not len(made):
+        warn_of_no_batches(sum(sizes), settings.batch_size, world_size, uneven)
     return made
 
 

@@ -146,7 +146,7 @@ def why_no_fork() -> str | None:
     """Why this process cannot hand a dataset over by fork, or None."""
     import torch
 
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         return say("this process uses CUDA")
     threads = len(os.listdir("/proc/self/task"))
     return None if threads == 1 else say("this process has {count} threads", count=threads)
