@@ -78,7 +78,7 @@ def without_thread(work: Callable[[], float]) -> Callable[[], float]:
 
     def direct() -> float:
         usual = batch_iterator.Prefetcher
-        batch_iterator.Prefetcher = Direct  # type: ignore[misc,assignment]
+        batch_iterator.Prefetcher = Direct  # type: ignore[misc]
         try:
             return work()
         finally:
