@@ -188,6 +188,8 @@ class VariableLengthRows:
         # Read here, once: threads must not call h5py.
         self._heaps = GlobalHeaps(file, dataset.file.userblock_size, self._path) if file is not None else None
         references = self._references()
+        if references is not None and stored.text and self._begins_with_zeros(references):
+            references = None
         if references is None and stored.file_dtype != stored.dtype:
             # h5py returns the rows' bytes as stored in the file and calls them native.
             raise UnsupportedData(
@@ -271,6 +273,25 @@ class VariableLengthRows:
                 fix=(say("check the file"), say("load only what you need: keys=[…]")),
             ) from problem
 
+    def _begins_with_zeros(self, references: np.ndarray[Any, Any]) -> bool:
+        """Whether the first text holds a zero byte, where HDF5 ends it. Some programs store it with each text."""
+        filled = np.flatnonzero(references["length"])[:1]
+        if not len(filled):
+            return False
+        (length, address, index), heaps = references[filled[0]].tolist(), self._heaps
+        assert heaps is not None  # references exist only with a file
+        heap, objects = heaps.read(address)
+        first, size = objects.get(index, (0, 0))
+        return b"\0" in heap[first : first + min(length, size)]
+
+    def _refuse_zeros(self, text: memoryview) -> None:
+        """Refuse a zero byte in the texts: HDF5 ends a text there, and the rows' lengths count it."""
+        for start in range(0, len(text), PIECE):
+            found = bytes(text[start : start + PIECE]).find(b"\0")
+            if found >= 0:
+                row = int(np.searchsorted(self.offsets, start + found, "right")) - 1
+                raise damaged(self._path, f"the text in row {row} of {self._name!r} has a zero byte")
+
     def _storage(self) -> tuple[int | None, ChunkedDataset | None]:
         """Where the references are, contiguous or chunked; neither if h5py must read the rows."""
         dataset = self._dataset
@@ -289,6 +310,8 @@ class VariableLengthRows:
             (partial(self._copy_rows, references, rows, target, width) for rows in self._tasks(references, order)),
             progress,
         )
+        if self._stored.text:
+            self._refuse_zeros(target)
         if self._stored.file_dtype is not None and self._stored.file_dtype != self._stored.dtype:
             step = max(1, PIECE // width)
             for start in range(0, len(out), step):  # in pieces: numpy makes a copy to swap bytes in place

@@ -249,6 +249,22 @@ def test_a_row_longer_than_its_heap_is_damage_not_a_crash(tmp_path: Path, packed
         read(path, "x/values")
 
 
+@pytest.mark.parametrize("options", [{}, {"chunks": (2,)}, {"chunks": (2,), "compression": "gzip"}])
+def test_texts_end_where_hdf5_ends_them_or_are_refused(tmp_path: Path, options: Any) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=["", "ab#", "cdef#", "", "gh#"], dtype=h5py.string_dtype(), **options)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"#", b"\0"))  # as programs do that store the zero byte with each text
+    with h5py.File(path) as file:
+        assert b"".join(file["x"][:]) == b"abcdefgh"
+    assert read(path, "x/values").tobytes() == b"abcdefgh"
+    assert read(path, "x/offsets").tolist() == [0, 0, 2, 6, 6, 8]
+    path.write_bytes(data.replace(b"cdef", b"c\0ef"))
+    with pytest.raises(DamagedSource, match="row 2 of 'x' has a zero byte"):
+        read(path, "x/values")
+
+
 @pytest.mark.parametrize("options", [{}, {"libver": "latest"}, {"userblock_size": 512}])
 def test_a_heap_that_would_hang_hdf5_is_detected_before_hdf5_reads_it(tmp_path: Path, options: Any) -> None:
     path = tmp_path / "x.h5"
