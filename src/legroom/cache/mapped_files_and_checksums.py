@@ -50,6 +50,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import (
     MAP_FAILED,
+    Alive,
     last_error,
     libc,
     room_for_threads,
@@ -162,6 +163,7 @@ _STEP = 64 << 20
 _PAGE = 4096
 _AROUND = 65536  # the kernel's default fault_around_bytes
 _MOST_THREADS = 4  # one CPU is left for the training run
+_CHECKED_S = 0.2  # seconds between two looks whether the threads live
 _HEAD_START = 0.0005  # the caller gets its arrays before prefaulting starts
 
 
@@ -183,6 +185,7 @@ class Prefault:
         self._lock = threading.Lock()
         self._steps: Iterator[tuple[weakref.ref[MappedFile], int]] = iter(())
         self._running = 1
+        self._alive: list[Alive] = []
         self.filled = 0
         self._spawn(self._first)
 
@@ -190,12 +193,20 @@ class Prefault:
         """Wait until every page is mapped. False after ``timeout`` seconds."""
         if self._pid != os.getpid():  # a forked child has the mappings but not the threads
             self._start()
-        return self._done.wait(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(_CHECKED_S if end is None else min(_CHECKED_S, max(0.0, end - time.monotonic()))):
+            if all(alive() is None for alive in self._alive):  # out of memory: pages are mapped on use
+                self._done.set()
+            elif end is not None and time.monotonic() >= end:
+                return False
+        return True
 
     def _spawn(self, work: Callable[[], None]) -> None:
-        # Without room it could end before it begins, and `wait` would never return. Pages are then mapped on use.
-        if not (room_for_threads(1) and start_thread_at_once(work)):
+        alive = start_thread_at_once(work) if room_for_threads(1) else None
+        if alive is None:  # pages are mapped on use
             self._end()
+        else:
+            self._alive.append(alive)
 
     def _first(self) -> None:
         time.sleep(_HEAD_START)

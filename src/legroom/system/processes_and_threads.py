@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ _MAPS_PER_THREAD = 16  # a stack, a malloc arena and their guards, and what Pyth
 _MAPS_STAND_S = 1.0
 _maps_seen: dict[str, float] = {}  # how many more maps there could be, and until when that stands
 _MOST_WAIT_AT_EXIT = 2.0  # seconds, for threads that have been started and have not begun
-_not_begun: set[object] = set()
+Alive = Callable[[], object]  # whether a thread lives: None once it has ended
+_not_begun: set[Alive] = set()
 
 
 def legroom_disabled(env: Mapping[str, str]) -> bool:
@@ -211,31 +213,44 @@ def start_daemon_thread(target: Callable[[], None], name: str) -> threading.Thre
     return thread
 
 
-def start_thread_at_once(target: Callable[..., None], *arguments: object) -> bool:
-    """Start a thread that does not keep the program alive, without waiting for it; False where none can be started.
+class _Token:
+    """Alive as long as a thread is, which has it among its arguments."""
+
+    __slots__ = ("__weakref__",)
+
+
+def start_thread_at_once(target: Callable[..., None], *arguments: object) -> Alive | None:
+    """Start a thread that does not keep the program alive, without waiting for it; None where none can be started.
+
+    The result is called for whether the thread lives: it returns None once that has ended, also if it could not begin
+    for want of memory.
 
     ``Thread.start`` waits until the new thread has held the interpreter's lock. Python 3.11.2, which Debian 12 has, may
     crash (SIGSEGV) if it exits before a thread has begun, so the exit waits for that.
     """
-    token = object()
-    _not_begun.add(token)
+    for alive in set(_not_begun):
+        if alive() is None:
+            _not_begun.discard(alive)
+    token = _Token()
+    alive = weakref.ref(token)
+    _not_begun.add(alive)
     try:
-        _thread.start_new_thread(_begin, (token, target, arguments))
+        _thread.start_new_thread(_begin, (token, alive, target, arguments))
     except RuntimeError:  # a limit, or the interpreter is exiting
-        _not_begun.discard(token)
-        return False
-    return True
+        _not_begun.discard(alive)
+        return None
+    return alive
 
 
-def _begin(token: object, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    _not_begun.discard(token)
+def _begin(token: _Token, alive: Alive, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    _not_begun.discard(alive)
     target(*arguments)
 
 
 @atexit.register
 def _wait_for_threads_to_begin() -> None:
     end = time.monotonic() + _MOST_WAIT_AT_EXIT
-    while _not_begun and time.monotonic() < end:
+    while any(alive() is not None for alive in set(_not_begun)) and time.monotonic() < end:
         time.sleep(0.0005)
 
 

@@ -26,6 +26,7 @@ from legroom.errors import BadSize, NoRoom, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, Description, TableSpec
 from legroom.messages import speak
 from legroom.records.machine import CgroupLevel, Memory, MemoryEvents
+from legroom.system import processes_and_threads
 
 MB = 1 << 20
 
@@ -168,6 +169,12 @@ class TestMaps:
         assert running.wait(60)
         assert running.filled == size
         assert _resident(tmp_path / "a") == size
+
+    def test_threads_that_die_before_they_begin_are_not_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(processes_and_threads, "_begin", lambda *_: None)  # as one without memory for a frame
+        assert Prefault([self.make(tmp_path, MB)], in_memory=True).wait()
 
     def test_it_ends_when_the_map_goes(self, tmp_path: Path) -> None:
         item = self.make(tmp_path, MB)

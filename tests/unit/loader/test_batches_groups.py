@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import linecache
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,10 @@ from legroom.loader.batches.legroom_open import Data
 from legroom.loader.rank_sampler import permutation
 
 BYTES = 4 * 3 * 4 + 8  # of a row
+
+
+class Interrupted(BaseException):
+    pass
 
 
 @pytest.fixture
@@ -118,7 +125,7 @@ def test_ranks_and_chosen_rows_get_the_same_batches(
             together = labels(data.batches(2, shuffle=shuffle, **options))
             assert len(groups) > 0
             with monkeypatch.context() as alone:
-                alone.setattr(batch_iterator._EpochBatches, "take_whole", lambda *_: None)
+                alone.setattr(batch_iterator._EpochBatches, "whole_batches", lambda *_: None)
                 assert together == labels(data.batches(2, shuffle=shuffle, **options))
             groups.clear()
 
@@ -167,10 +174,6 @@ def test_memory_of_a_group_is_reused_after_its_last_batch(
     assert again[2] == again[34]  # of the first and the third group: the loop holds one batch of the second meanwhile
 
 
-class Interrupted(BaseException):
-    pass
-
-
 def test_a_group_that_is_interrupted_is_repeated(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_iterator, "_HANDOVER", 1e9)
     calls, gather_group = [], HostGatherer._gather_group
@@ -196,7 +199,11 @@ def test_a_group_that_is_interrupted_is_repeated(data: Data, monkeypatch: pytest
     assert found == permutation(ROWS, 0, 0).tolist() and interruptions == 4
 
 
-def test_a_stop_iteration_of_a_transform_loses_no_batch(data: Data, groups: list[int]) -> None:
+@pytest.mark.parametrize("handover", [1e9, -1.0])
+def test_a_stop_iteration_of_a_transform_does_not_look_like_the_end(
+    data: Data, monkeypatch: pytest.MonkeyPatch, handover: float
+) -> None:
+    monkeypatch.setattr(batch_iterator, "_HANDOVER", handover)  # a fast consumer, and a slow one
     seen: list[int] = []
 
     def transform(batch: dict[str, Any]) -> dict[str, Any]:
@@ -214,19 +221,73 @@ def test_a_stop_iteration_of_a_transform_loses_no_batch(data: Data, groups: list
     assert found + flat(labels(loop)) == list(range(ROWS))
 
 
+class InterruptedAt:
+    """Raises at the n-th line that these files run; not at a return, where no signal can be delivered either."""
+
+    FILES = (batch_iterator.__file__, cpu_gather.__file__)
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line != "return batch":
+            self.left -= 1
+            if not self.left:
+                raise Interrupted
+        return self._trace
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="raises from a trace function")
+@pytest.mark.parametrize("handover", [1e9, -1.0])
+@pytest.mark.parametrize("transform", [None, dict])
+def test_an_interruption_at_any_line_loses_no_batch(
+    data: Data, monkeypatch: pytest.MonkeyPatch, handover: float, transform: Any
+) -> None:
+    monkeypatch.setattr(batch_iterator, "_HANDOVER", handover)
+    monkeypatch.setattr(batch_iterator, "prefetch_pays", lambda *_: False)
+    monkeypatch.setattr(batch_iterator, "_LEAST_PREPARED", 10)
+    expected, interruptions = permutation(ROWS, 0, 0).tolist(), 0
+    batches = data.batches(5, shuffle=True, epoch=0, transform=transform)
+    for number in range(1, 800, 3 if handover < 0 else 1):
+        loop, found, ends = iter(batches), list[int](), InterruptedAt(number)
+        while True:
+            try:
+                with ends:
+                    batch = next(loop)
+            except Interrupted:
+                interruptions += 1
+                assert batches.state_dict()["position"] % ROWS == len(found) % ROWS  # or the next epoch's
+                continue
+            except StopIteration:
+                break
+            found += batch["labels"].tolist()
+            assert batches.state_dict()["position"] == len(found)
+        assert found == expected, number
+    assert interruptions > 100
+
+
 def test_the_rows_of_large_batches_of_small_rows_are_looked_up_in_pieces(
     data: Data, monkeypatch: pytest.MonkeyPatch, groups: list[int]
 ) -> None:
     monkeypatch.setattr(batch_iterator, "_MOST_NUMBERS", 7)
     monkeypatch.setattr(cpu_gather, "_LARGEST_GROUP", 2)
     taken: list[int] = []
-    take_whole = batch_iterator._EpochBatches.take_whole
+    whole_batches = batch_iterator._EpochBatches.whole_batches
 
-    def counted(self: batch_iterator._EpochBatches, most: int) -> Any:
+    def counted(self: batch_iterator._EpochBatches, position: int, most: int) -> Any:
         taken.append(most)
-        return take_whole(self, most)
+        return whole_batches(self, position, most)
 
-    monkeypatch.setattr(batch_iterator._EpochBatches, "take_whole", counted)
+    monkeypatch.setattr(batch_iterator._EpochBatches, "whole_batches", counted)
     assert flat(labels(data.batches(2))) == list(range(ROWS))
     assert max(taken) == 3 and groups
 

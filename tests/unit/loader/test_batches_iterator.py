@@ -111,7 +111,7 @@ def test_an_order_that_was_not_prepared_is_computed(monkeypatch: pytest.MonkeyPa
     if how == "too little memory":
         monkeypatch.setattr(batch_iterator, "permutation", Mock(side_effect=MemoryError))
     if how == "no thread":
-        monkeypatch.setattr(batch_iterator, "start_thread_at_once", lambda *_: False)
+        monkeypatch.setattr(batch_iterator.Task, "start", lambda _: False)
     orders.prepare(2 if how == "another epoch" else 1)
     if how == "too little memory":
         assert orders._next is not None

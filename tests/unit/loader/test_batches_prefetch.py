@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from legroom.loader.batches import cpu_gather
 from legroom.loader.batches.batch_iterator import Prefetcher, prefetch_pays
+from legroom.system import processes_and_threads
 
 NDArray = np.ndarray[Any, Any]
 
@@ -136,6 +138,24 @@ def test_a_problem_in_the_thread_comes_to_the_consumer() -> None:
     with pytest.raises(MemoryError, match="no room"):
         run(slow.ahead(), 12, partial(slow.take, 0.02))
     assert slow.threads[-1] != _thread.get_ident()
+
+
+def test_a_thread_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that finds no memory for its first frame."""
+    monkeypatch.setattr(processes_and_threads, "_begin", lambda *_: None)
+    slow = Slow()
+    assert run(slow.ahead(), 12, partial(slow.take, 0.02)) == list(range(12))
+    assert set(slow.threads) == {_thread.get_ident()}
+    source, out = np.arange(64, dtype=np.uint8).reshape(16, 4), np.zeros((16, 4), np.uint8)
+    cpu_gather._copy_rows(source, np.arange(16), out, 3)
+    assert (out == source).all()
+
+
+def test_a_thread_that_ends_in_the_middle_is_an_error() -> None:
+    task = cpu_gather.Task(lambda: None)
+    task._call, task._alive = None, lambda: None
+    with pytest.raises(MemoryError):
+        task.result()
 
 
 def test_no_thread_is_left_after_a_loop() -> None:

@@ -43,7 +43,7 @@ from legroom.loader.rank_sampler import ChosenRows, RankSampler, choose_rows, pe
 from legroom.messages import say
 from legroom.system import training_step_listeners
 from legroom.system.argument_checks import check_integer
-from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once
+from legroom.system.processes_and_threads import room_for_threads
 
 if TYPE_CHECKING:
     from legroom.loader.batches.legroom_open import Data
@@ -175,7 +175,11 @@ _LEAST_PREPARED, _MOST_PREPARED = 5_000, 1 << 24  # rows of an order that a thre
 
 
 class _EpochBatches:
-    """The batches of one epoch that are next: each one's place in the order, and its rows."""
+    """The batches of one epoch that are next: each one's place in the order, and its rows.
+
+    An interruption anywhere loses none: the place of the next batch is that after the last one in ``next``, or, where
+    there is none, the position that the loop has come to.
+    """
 
     def __init__(
         self, sampler: RankSampler, order: NDArray | None, start: EpochPosition, chosen: ChosenRows | None = None
@@ -186,41 +190,36 @@ class _EpochBatches:
             order = chosen.numbers
         self._sampler, self._order, self._chosen = sampler, order, chosen
         self.rows = sampler.rows
-        self._after = start.position
         self._size, self.step = sampler.batch_size, sampler.batch_size * sampler.world_size
         self._before = sampler.rank * sampler.batch_size  # rows of a step that other ranks get before this one
         self._last_whole = sampler.rows - self.step if order is not None else -1
         self.next: deque[tuple[int, NDArray]] = deque()  # the position after a batch, and its rows
 
-    def add(self) -> bool:
-        """Add the batch after the last one; False: the epoch has no more."""
-        at = self._after
+    def add(self, position: int) -> bool:
+        """Add the batch after the last one, or the one at this position; False: the epoch has no more."""
+        at = self.next[-1][0] if self.next else position
         if at <= self._last_whole and self._order is not None:  # as the sampler's step, in less time: for small batches
             first = at + self._before
-            self._after = after = at + self.step
-            self.next.append((after, self._order[first : first + self._size]))
+            self.next.append((at + self.step, self._order[first : first + self._size]))
             return True
         step = self._sampler.step(at)
         if step is None:
             return False
-        self._after = step.after
         self.next.append((step.after, self._rows_between(step.first, step.last)))
         return True
 
-    def take_whole(self, most: int) -> NDArray | None:
+    def drop_until(self, position: int) -> None:
+        """Drop the batches that have been handed out."""
+        while self.next and self.next[0][0] <= position:
+            self.next.popleft()
+
+    def whole_batches(self, position: int, most: int) -> NDArray | None:
         """The rows of the next whole batches, a line for each; None: there is none, or ``next`` has some."""
-        at, step = self._after, self.step
-        count = min(most, (self.rows - at) // step)
+        count = min(most, (self.rows - position) // self.step)
         if self.next or count < 1:
             return None
-        rows = self._rows_between(at, at + count * step).reshape(count, step)
-        self._after = at + count * step
+        rows = self._rows_between(position, position + count * self.step).reshape(count, self.step)
         return rows[:, self._before : self._before + self._size]
-
-    def go_back(self, position: int) -> None:
-        """Continue with the batch at that position."""
-        self.next.clear()
-        self._after = position
 
     def _rows_between(self, first: int, last: int) -> NDArray:
         if self._order is not None and last <= len(self._order):
@@ -256,6 +255,8 @@ class _Loop:
         return self
 
     def __next__(self) -> Any:
+        # In each way to a batch, that it is given out is noted by the last instruction: after an error or an
+        # interruption, also one of the listeners, the same batch comes again.
         try:
             while True:
                 for batch in self._run:  # little is done here: these batches may be small
@@ -266,9 +267,7 @@ class _Loop:
                 if self._host is None or not self._start_run(self._host):
                     break
         except BaseException:
-            if self._host is not None:  # the failed batch, and those behind it, are gathered again
-                self._run = iter(())
-                self._upcoming.go_back(self._progress.given_out)
+            self._run = iter(())  # the failed batch, and those behind it, are gathered again
             raise
         return self._next_measured()
 
@@ -276,42 +275,48 @@ class _Loop:
         """Take the next batches of a fast consumer; False: it may be slow, or has no whole batch left."""
         if not host.unmeasured:
             return False
-        group = host.gatherer.group
+        group, position = host.gatherer.group, self._progress.given_out
         most = min(host.unmeasured * group, max(group, _MOST_NUMBERS // self._step))
-        left = self._half - self._progress.given_out
+        left = self._half - position
         if left > 0:
             most = min(most, -(-left // self._step))  # no further than to the middle
         else:
             self._prepare_next_order()
-        rows = self._upcoming.take_whole(most)
+        self._upcoming.drop_until(position)
+        rows = self._upcoming.whole_batches(position, most)
         if rows is None:
             return False
         host.unmeasured -= -(-len(rows) // group)
-        self._run = host.gatherer.gather_run(rows)
-        if (transform := self._transform) is not None:
-            # Not map(): there, a StopIteration of the function would look like the end of these batches.
-            self._run = (transform(batch) for batch in self._run)
+        run: Iterator[Any] = host.gatherer.gather_run(rows)
+        self._run = run if self._transform is None else map(self._transformed, run)
         return True
 
     def _next_measured(self) -> Any:
-        upcoming, gatherer = self._upcoming.next, self._gatherer
-        if not upcoming and not self._upcoming.add():
-            self._progress.done = True
+        upcoming, gatherer, progress = self._upcoming, self._gatherer, self._progress
+        upcoming.drop_until(progress.given_out)
+        if not upcoming.next and not upcoming.add(progress.given_out):
+            progress.done = True
             raise StopIteration
-        after, rows = upcoming[0]
+        after, rows = upcoming.next[0]
         batch: Any = gatherer.gather(rows)
         if gatherer.ahead:
             self._prefetch(gatherer.ahead)
         if self._transform is not None:
-            # In the consumer's thread, so that its random numbers come in the same order in every run.
-            batch = self._transform(batch)
-        self._progress.given_out = after
+            batch = self._transformed(batch)
         if after >= self._half:
             self._prepare_next_order()
-        upcoming.popleft()
         if training_step_listeners.listeners:
             training_step_listeners.batch_taken()
+        progress.given_out = after
         return batch
+
+    def _transformed(self, batch: Batch) -> Any:
+        """In the consumer's thread, so that its random numbers come in the same order in every run."""
+        assert self._transform is not None
+        try:
+            return self._transform(batch)
+        except StopIteration as problem:  # it would end the loop as if the epoch had no more batches
+            raise RuntimeError("transform raised StopIteration") from problem
 
     def _prepare_next_order(self) -> None:
         """Have the order of the next epoch computed: half of this one is given out."""
@@ -326,11 +331,11 @@ class _Loop:
         """
         this = self._upcoming
         waiting = this.next
-        while len(waiting) <= ahead and this.add():
+        while len(waiting) <= ahead and this.add(self._progress.given_out):
             self._gatherer.begin(waiting[-1][1])
         if len(waiting) <= ahead and self._begin_next_epoch is not None:
             following = self._begin_next_epoch(this.start.epoch)
-            while following is not None and len(this.next) + len(following.next) <= ahead and following.add():
+            while following is not None and len(this.next) + len(following.next) <= ahead and following.add(0):
                 self._gatherer.begin(following.next[-1][1])
 
     def __reduce__(self) -> NoReturn:
@@ -381,7 +386,7 @@ class EpochOrders:
         if not _LEAST_PREPARED <= self._rows <= _MOST_PREPARED or not room_for_threads(1):
             return
         task = Task(partial(_order, self._rows, self._seed, epoch, self._chosen))
-        if start_thread_at_once(task.run):
+        if task.start():
             self._next = epoch, os.getpid(), task
 
 
@@ -466,7 +471,7 @@ class Prefetcher:
         if not room_for_threads(1):  # its thread could end before it begins, and the batch would never come
             return
         task = Task(partial(_timed, self._background, self._clock, rows))
-        if not start_thread_at_once(task.run):
+        if not task.start():
             return  # the batch is gathered when it is asked for
         self._pending = rows, os.getpid(), task
         self._returned = self._clock()

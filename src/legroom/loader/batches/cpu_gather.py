@@ -29,6 +29,7 @@ from legroom.cache.cached_arrays_and_tables import Ragged, bits_of
 from legroom.cache.cached_tables import ColumnChunks
 from legroom.messages import say
 from legroom.system.processes_and_threads import (
+    Alive,
     room_for_threads,
     start_daemon_thread,
     start_thread_at_once,
@@ -382,25 +383,36 @@ class _Lease:
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (block.start, False)}
 
     def __del__(self) -> None:
-        self._free.append(self._block)
+        try:  # not suppress(): at exit, modules have lost their names
+            self._free.append(self._block)
+        except AttributeError:  # Ctrl-C while it was made
+            pass
 
 
 T = TypeVar("T")
 _LEAST_PART = 512 << 10  # bytes per thread: below, waking it takes longer than the copy
+_CHECKED_S = 0.2  # seconds of waiting for a thread between two looks whether it lives
 _END_S = 60.0  # for a thread to end its last copy
 
 
 class Task(Generic[T]):
     """A call in another thread; ``result`` waits for it."""
 
-    __slots__ = ("_call", "_value", "done", "problem")
+    __slots__ = ("_alive", "_call", "_value", "_wake", "problem", "ready")
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call: Callable[[], T] | None = call
         self._value: T | None = None
+        self._alive: Alive | None = None
         self.problem: BaseException | None = None
-        self.done = _thread.allocate_lock()
-        self.done.acquire()
+        self.ready = False  # whether ``result`` does not wait
+        self._wake = _thread.allocate_lock()
+        self._wake.acquire()
+
+    def start(self) -> bool:
+        """Run it in a thread of its own; False where none can be started."""
+        self._alive = start_thread_at_once(self.run)
+        return self._alive is not None
 
     def run(self) -> None:
         call, self._call = self._call, None
@@ -410,36 +422,41 @@ class Task(Generic[T]):
         except BaseException as problem:
             self.problem = problem  # raised in the thread that waits
         finally:
-            self.done.release()
+            self.ready = True
+            self._wake.release()
+
+    def wait(self) -> None:
+        """Wait until it has run. If its thread had too little memory to begin, it runs here."""
+        while not self.ready:
+            if self._wake.acquire(timeout=_CHECKED_S):
+                self._wake.release()
+            elif self._alive is not None and self._alive() is None and not self.ready:
+                if self._call is not None:
+                    self.run()
+                else:
+                    self.problem, self.ready = MemoryError("a thread ended for want of memory"), True
 
     def result(self) -> T:
-        with self.done:
-            if self.problem is not None:
-                raise self.problem
-            value: T = self._value  # type: ignore[assignment]
-            return value
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``result`` does not wait."""
-        return not self.done.locked()
+        self.wait()
+        if self.problem is not None:
+            raise self.problem
+        value: T = self._value  # type: ignore[assignment]
+        return value
 
 
 def wait_for(tasks: list[Task[Any]]) -> None:
     """Wait for all, then raise the first error: their memory must not be reused while one of them writes to it."""
-    problems = []
     for task in tasks:
-        with task.done:
-            if task.problem is not None:
-                problems.append(task.problem)
-    if problems:
-        raise problems[0]
+        task.wait()
+    for task in tasks:
+        if task.problem is not None:
+            raise task.problem
 
 
 def start_task(call: Callable[[], T]) -> Task[T]:
     """The call in a thread of its own; where none can be started, it is made here."""
     task = Task(call)
-    if not start_thread_at_once(task.run):
+    if not task.start():
         task.run()
     return task
 
