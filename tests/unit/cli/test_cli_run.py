@@ -525,6 +525,21 @@ def test_a_sigint_from_elsewhere_is_not_called_ctrl_c(tmp_path: Path) -> None:
     assert any("what sent the signal" in step for step in attempt["fix"])
 
 
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "SIGINT (Ctrl-C)"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_to_legroom_is_named_in_the_summary(number: signal.Signals, said: str, tmp_path: Path) -> None:
+    code = "import time; print('started', flush=True); time.sleep(60)"
+    started = subprocess.Popen(
+        [sys.executable, "-m", "legroom", "run", "--", sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert started.stdout is not None and started.stdout.readline() == "started\n"
+    started.send_signal(number)
+    err = started.communicate(timeout=240)[1]
+    assert f"legroom: killed, 100% sure: the job was stopped by {said}.\n" in err
+    assert "another process" not in err
+
+
 def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
     command = f"{sys.executable} -m legroom run --quiet -- yes | head -n 2; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
