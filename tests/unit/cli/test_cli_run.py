@@ -549,6 +549,17 @@ def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
     assert done.stdout == "y\ny\n141\n"
 
 
+def test_a_reader_that_closes_the_pipe_is_named(tmp_path: Path) -> None:
+    code = "for i in range(10**6): print(i, flush=True)"
+    command = f"{sys.executable} -m legroom run -- {sys.executable} -c '{code}' | head -n 2"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=240, check=True, cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert "closed the pipe, as `| head` does" in done.stderr and "legroom: not-memory, 95% sure" in done.stderr
+    assert "> output.log" in done.stderr and "does not name a resource" not in done.stderr
+
+
 def test_messages_begin_a_line_beside_a_progress_bar(tmp_path: Path) -> None:
     code = "import sys; sys.stderr.write('\\r 45% |####'); sys.stderr.flush(); raise SystemExit(3)"
     joined = subprocess.run(
