@@ -25,6 +25,7 @@ function barOf(share) {
 let told = new Set();
 export function alarms(list) {
   byId("no-alarms").hidden = list.length > 0;
+  byId("no-alarms").textContent = "none";
   byId("alarms").replaceChildren(...list.map((alarm) => make("li", {data: {level: alarm.level}},
     make("strong", {textContent: alarm.level}),
     make("span", {textContent: alarm.message}),
