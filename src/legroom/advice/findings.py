@@ -15,6 +15,7 @@ from legroom.advice.fix_commands import (
     raise_nofile,
     raise_ram_limit,
     settle_swap,
+    shell_word,
     shorten_temporary,
     stop_spilling,
 )
@@ -268,7 +269,7 @@ def throttled(machine: Machine) -> Iterator[Finding]:
             (
                 *raise_ram_limit(machine.runtime, level.high, machine.memory.total)[:-1],
                 say("or raise memory.high (systemd: MemoryHigh=)"),
-                say("check:\ncat {path}", path=f"{level.path}/memory.events"),
+                say("check:\ncat {path}", path=shell_word(f"{level.path}/memory.events")),
             ),
         )
         return
@@ -355,7 +356,7 @@ def pressure(machine: Machine) -> Iterator[Finding]:
         ),
         (
             say("reduce the working set: fewer workers, lower prefetch, one shared copy of the data"),
-            say("check:\ncat {path}", path=worst.source),
+            say("check:\ncat {path}", path=shell_word(worst.source)),
         ),
     )  # fmt: skip
 
