@@ -272,6 +272,14 @@ def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     assert b"step2.pt" in done.stderr
 
 
+def test_a_resume_flag_without_dashes_is_remarked_on(tmp_path: Path) -> None:
+    asked = ("--retries", "1", "--checkpoint", "step*.pt")
+    for flag, remarked in (("resume", True), ("--resume", False), ("resume=", False), ("resume_from={}", False)):
+        done = _run(*asked, "--resume-flag", flag, "--", "true", folder=tmp_path)
+        assert done.returncode == 0 and (b"has no dashes" in done.stderr) is remarked, flag
+        assert (b"--resume-flag --resume" in done.stderr) is remarked
+
+
 def test_without_a_resume_flag_nothing_is_reported_as_resumed(tmp_path: Path) -> None:
     words = ["--json", "--", sys.executable, _script(tmp_path, SAVES + STUBBORN), "--num_workers", "2"]
     done = _run("--retries", "2", "--checkpoint", "step*.pt", *words, folder=tmp_path)
