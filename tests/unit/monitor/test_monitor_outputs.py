@@ -481,7 +481,7 @@ def test_lines_show_samples_alarms_marks_and_a_summary() -> None:
     lines.close()
     text = "\n".join(told)
     assert told[0] == "watching a test" and "-- epoch 1" in text
-    assert "shm 90% of 100 MB" in text and "largest 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
+    assert "shm 90% of 100 MB" in text and "largest: pid 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
     assert text.count("WARNING shm-nearly-full") == 1 and text.count("ended after") == 1
     assert told[-1].startswith("watched for 29 s; peaks: shm 90 MB of 100 MB") and told[-1].endswith("1 alarm")
     assert "swap" not in told[1]  # a machine without swap has nothing to say about it
