@@ -94,8 +94,8 @@ def _attach(found: dict[str, Any]) -> Line:
     ours = _row(found, "first open of a fresh process")["value"]
     usual = _row(found, "h5py preload in a fresh process")["value"]
     words = {
-        "en": "second process that uses a 368 MB file: time to the first row, import time not counted (Legroom maps the "
-        "copy that the first process has loaded; baseline: h5py reads the whole file into memory)",
+        "en": "second process that uses a 368 MB file: time to the first row, import time not counted (Legroom maps "
+        "the copy that the first process has loaded; baseline: h5py reads the whole file into memory)",
         "zh": "第二个使用 368 MB 文件的进程：读到第一行的时间，不计 import（Legroom 映射第一个进程已加载的那份数据；"
         "基线：h5py 把整个文件读入内存）",
     }

@@ -345,13 +345,13 @@ def pressure(machine: Machine) -> Iterator[Finding]:
         "memory-pressure",
         "critical" if worst.full_avg10 >= HARD_STALL else "warning",
         say(
-            "memory pressure: tasks in this {scope} stall {some:.0f} % of the time",
+            "memory pressure: tasks in this {scope} stall {some:.0f}% of the time",
             scope=scope_name(worst.scope),
             some=worst.some_avg10,
         ),
         say(
-            "over the last 10 s, at least one task stalled {some:.1f} % of the time, all tasks "
-            "{full:.1f} % ({source})",
+            "over the last 10 s, at least one task stalled {some:.1f}% of the time, all tasks "
+            "{full:.1f}% ({source})",
             some=worst.some_avg10, full=worst.full_avg10, source=worst.source,
         ),
         (

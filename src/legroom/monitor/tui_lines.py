@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -82,7 +82,7 @@ def pool_line(pool: Pool, points: Sequence[PoolPoint], level: str | None, width:
         return line
     style = {"critical": "bold red", "warning": "bold yellow"}.get(level or "", "")
     line.append(bar(share), style=style or "cyan")
-    line.append(f" {share * 100:>3.0f} %", style=style)
+    line.append(f" {share * 100:>4.0f}%", style=style)
     figures = say("{used} of {size}", used=format_size(pool.used), size=format_size(pool.size))
     line.append("  " + left(figures, 18))
     room = width - line.cell_len - 2
@@ -115,7 +115,7 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
     kernel = [
         say("swap {into}/s in, {out}/s out", into=_rate(sample.swap_in), out=_rate(sample.swap_out)),
         *(
-            say("{scope} stalled {share:.1f} %", scope=scope_name(one.scope), share=one.some_avg10)
+            say("{scope} stalled {share:.1f}%", scope=scope_name(one.scope), share=one.some_avg10)
             for one in sample.pressure
         ),
         say("OOM kills {kills}", kills=say("unknown") if counts.oom_kills is None else counts.oom_kills),
@@ -170,9 +170,7 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
     return lines
 
 
-def stacked_lines(
-    frames: Sequence[ProcessFrame], width: int, listed: Collection[int] | None = None
-) -> list[Text]:
+def stacked_lines(frames: Sequence[ProcessFrame], width: int, listed: Collection[int] | None = None) -> list[Text]:
     """RAM over time as columns: the largest processes from the bottom up, then the other ones, then the rest in use.
 
     Only processes that are ``listed`` below it have a digit; the others may have ended. None: all.

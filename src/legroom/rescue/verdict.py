@@ -308,7 +308,7 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
         if evidence.live:  # it ran under Legroom; the likely causes say how to confirm each
             return ()
         return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
-    if cause == "not-memory" and evidence.reader_closed and verdict_from_log.closed_output(evidence, Signs.of(evidence)):
+    if cause == "not-memory" and verdict_from_log.closed_output(evidence, Signs.of(evidence)) is not None:
         return (say("write the output to a file, and read that:\nlegroom run -- COMMAND … > output.log"),)
     if verdict_from_exit.crashed_untraced(evidence, verdict):
         return (

@@ -283,7 +283,7 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
         rate = format_size(int(evidence.swapped_back))
         lines.append(say("{rate}/s were swapped in during the last seconds", rate=rate))
     if evidence.stalled is not None:
-        lines.append(say("all tasks were stalled on memory {share:.0f} % of the time (PSI)", share=evidence.stalled))
+        lines.append(say("all tasks were stalled on memory {share:.0f}% of the time (PSI)", share=evidence.stalled))
     if timeout:
         lines.append(quoted_line(timeout))
     moved = evidence.swapped_back or 0

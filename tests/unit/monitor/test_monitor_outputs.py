@@ -519,7 +519,9 @@ def test_lines_fit_a_terminal_and_show_the_most_that_fits() -> None:
         said=Annotations({"model": MB}, "epoch 1", (), 5, 2.5),
     )
     whole = sample_line(watched)
-    assert whole.count("of 100 GB") == 5 and "largest: pid 8 python train_glint_unet.py" in whole and "model 1 MB" in whole
+    assert (
+        whole.count("of 100 GB") == 5 and "largest: pid 8 python train_glint_unet.py" in whole and "model 1 MB" in whole
+    )
     lengths = []
     for columns in range(200, 4, -1):
         line = sample_line(watched, columns)
