@@ -94,9 +94,9 @@ def _attach(found: dict[str, Any]) -> Line:
     ours = _row(found, "first open of a fresh process")["value"]
     usual = _row(found, "h5py preload in a fresh process")["value"]
     words = {
-        "en": "time to the first row of a 368 MB file, import time not counted (Legroom maps the copy that another "
-        "process has loaded; baseline: h5py reads the whole file into memory)",
-        "zh": "读到 368 MB 文件第一行的时间，不计 import（Legroom 映射另一个进程已加载的那份数据；"
+        "en": "second process that uses a 368 MB file: time to the first row, import time not counted (Legroom maps "
+        "the copy that the first process has loaded; baseline: h5py reads the whole file into memory)",
+        "zh": "第二个使用 368 MB 文件的进程：读到第一行的时间，不计 import（Legroom 映射第一个进程已加载的那份数据；"
         "基线：h5py 把整个文件读入内存）",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.2f} ms", f"{usual / ours:.0f} ×")

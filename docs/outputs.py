@@ -20,6 +20,8 @@ _BLOCK = re.compile(
     r"(?P<mark><!-- run: no: docs/outputs.py runs it with shm=(?P<size>\w+) -->\n```console\n)(?P<body>.*?)```\n", re.S
 )
 _INSTALLED = re.compile(r'(?<=")[^"\n]*(?=/lib/python3\.\d+/site-packages/)')
+# A traceback up to its last line, before the diagnosis: as the README, the page shows the error alone.
+_TRACEBACK = re.compile(r"^Traceback [^\n]*\n.*?\n(?=\w*Error: [^\n]*\n\n?legroom: )", re.M | re.S)
 _MOUNT = 'mount -t tmpfs -o size="$SIZE" tmpfs /dev/shm && exec sh -s'
 _END = "----- end of the output -----"
 COLUMNS = "80"
@@ -59,7 +61,7 @@ def rewritten(page: str) -> str:
                 for command, said in zip(commands, outputs(commands, block["size"], folder), strict=True)
             ]
             text = "".join(parts).replace(str(folder), "/home/you/training")
-            text = _INSTALLED.sub("/home/you/venv", text)
+            text = _TRACEBACK.sub("…\n", _INSTALLED.sub("/home/you/venv", text))
             return block["mark"] + text + "```\n"
 
         return _BLOCK.sub(with_output, page)

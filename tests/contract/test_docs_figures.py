@@ -37,7 +37,7 @@ def test_the_table_of_workers_is_the_benchmarks() -> None:
 
 # page, the sentence with its figure, the result file, and the row that it comes from
 QUOTED = [
-    ("docs/watch.md", r"took ([\d.]+) % of one core", "watch", "100 processes at 1 Hz"),
+    ("docs/watch.md", r"took ([\d.]+)% of one core", "watch", "100 processes at 1 Hz"),
     (
         "docs/low-memory.md",
         r"\| Legroom \| 0 \| ([\d.]+) \|",

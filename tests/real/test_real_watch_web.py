@@ -163,7 +163,7 @@ def test_it_can_be_read_aloud(fresh: Page, served: WebView) -> None:
         "Copies in GPU memory that processes share", "Cache entries",
     ]  # fmt: skip
     label = page.value("document.querySelector('[data-pool=shm] svg').getAttribute('aria-label')")
-    assert re.fullmatch(r"shm over time: now 98 %, between \d+ % and 98 %", label)
+    assert re.fullmatch(r"shm over time: now 98%, between \d+% and 98%", label)
     assert page.value("document.querySelector('[data-pool=shm] [role=meter]').getAttribute('aria-valuenow')") == "98"
     assert "critical: shm is 98% full" in page.value("document.getElementById('alarm-news').textContent")
     assert page.value("[...document.querySelectorAll('th')].every(one => one.scope === 'col')")

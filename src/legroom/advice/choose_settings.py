@@ -418,13 +418,13 @@ def _bound(machine: Machine, workers: int, prefetch: int) -> tuple[int | None, s
         by_ram = largest_batch(ram.free, workers, prefetch, making=workers)
         if by_ram < largest:
             why = say(
-                "80 % of {room} free RAM, divided by {count} batches in flight and {workers} being "
+                "80% of {room} free RAM, divided by {count} batches in flight and {workers} being "
                 "assembled",
                 room=format_size(ram.free), count=flights, workers=workers,
             )  # fmt: skip
             return by_ram, "ram", why
     why = say(
-        "80 % of {room} free in {pool}, divided by {count} batches in flight",
+        "80% of {room} free in {pool}, divided by {count} batches in flight",
         room=format_size(shm.free), pool="shm", count=flights,
     )  # fmt: skip
     return largest, "shm", why

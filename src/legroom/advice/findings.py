@@ -15,6 +15,7 @@ from legroom.advice.fix_commands import (
     raise_nofile,
     raise_ram_limit,
     settle_swap,
+    shell_word,
     shorten_temporary,
     stop_spilling,
 )
@@ -268,7 +269,7 @@ def throttled(machine: Machine) -> Iterator[Finding]:
             (
                 *raise_ram_limit(machine.runtime, level.high, machine.memory.total)[:-1],
                 say("or raise memory.high (systemd: MemoryHigh=)"),
-                say("check:\ncat {path}", path=f"{level.path}/memory.events"),
+                say("check:\ncat {path}", path=shell_word(f"{level.path}/memory.events")),
             ),
         )
         return
@@ -344,18 +345,18 @@ def pressure(machine: Machine) -> Iterator[Finding]:
         "memory-pressure",
         "critical" if worst.full_avg10 >= HARD_STALL else "warning",
         say(
-            "memory pressure: tasks in this {scope} stall {some:.0f} % of the time",
+            "memory pressure: tasks in this {scope} stall {some:.0f}% of the time",
             scope=scope_name(worst.scope),
             some=worst.some_avg10,
         ),
         say(
-            "over the last 10 s, at least one task stalled {some:.1f} % of the time, all tasks "
-            "{full:.1f} % ({source})",
+            "over the last 10 s, at least one task stalled {some:.1f}% of the time, all tasks "
+            "{full:.1f}% ({source})",
             some=worst.some_avg10, full=worst.full_avg10, source=worst.source,
         ),
         (
             say("reduce the working set: fewer workers, lower prefetch, one shared copy of the data"),
-            say("check:\ncat {path}", path=worst.source),
+            say("check:\ncat {path}", path=shell_word(worst.source)),
         ),
     )  # fmt: skip
 

@@ -331,10 +331,7 @@ def free_disk(*paths: str) -> tuple[str, ...]:
             say("find the disk that is full, in bytes or in number of files:\ndf -h\ndf -i"),
             say("list its largest directories:\ndu -xh --max-depth=1 DIRECTORY | sort -h | tail"),
         )
-    with import_lock:
-        import shlex
-
-    named = shlex.join(paths)
+    named = " ".join(map(shell_word, paths))
     return (
         say("list the largest directories:\ndu -xh --max-depth=1 {path} | sort -h | tail", path=named),
         check_room(named),
@@ -363,7 +360,7 @@ def use_less_gpu(runtime: RuntimeEnvironment) -> tuple[str, ...]:
 
 def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
     """How to remove files in /dev/shm that no process uses."""
-    listed = " ".join(f"/dev/shm/{_quoted(name)}" for name in names[:5])
+    listed = " ".join(f"/dev/shm/{shell_word(name)}" for name in names[:5])
     return (
         say(
             "no process maps these {count} files ({total} in total); remove the largest:\nrm {names}"
@@ -377,7 +374,8 @@ def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
     )
 
 
-def _quoted(name: str) -> str:
+def shell_word(name: str) -> str:
+    """A path as one word of a command: a directory of systemd has backslashes, and of a user spaces."""
     with import_lock:
         import shlex
 

@@ -364,7 +364,8 @@ def _not_below(
     for term in measured:
         whole, reached = [one for one in predicted if one.pool == term.pool], [term]
         if term.pool == "ram" and missing:
-            reached.append(Term("ram", missing, say("batches in /dev/shm that it did not reach"), say("predicted")))
+            unreached = say("batches in /dev/shm that the trial run did not reach")
+            reached.append(Term("ram", missing, unreached, say("predicted")))
         larger = _sum(whole) > _sum(reached)
         terms += whole if larger else reached
         if not larger and len(reached) == 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -217,7 +218,7 @@ def store_error(problem: OSError, kind: type[StoreError] = StoreError, path: Pat
     reason = problem.strerror or str(problem)
     fix = say("list the stores:\nlegroom cache list")
     if path is not None:
-        fix = say("check the path and its filesystem:\nls -l {path}", path=path)
+        fix = say("check the path and its filesystem:\nls -l {path}", path=shlex.quote(str(path)))
     if problem.errno == errno.EMFILE:
         fix = say("close unused files, or raise the limit of open files:\nulimit -n 65536")
     elif problem.errno == errno.ENFILE:

@@ -34,7 +34,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _HEADER, _FOOT = 900, 138, 64, 20, 38, 46
 _PANEL, _GAP, _LINE = 88, 24, 18
 _LISTED = 12  # alarms in words under the panels, at most
 _LONGEST_MARK = 24  # columns
-_PERCENT = [(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")]
+_PERCENT = [(0.0, "0%"), (0.5, "50%"), (1.0, "100%")]
 _COUNTED = frozenset({"fds"})  # pools that are not bytes
 
 
@@ -117,7 +117,7 @@ def _panel(name: str, points: Sequence[PoolPoint], x: Scale, top: int) -> list[S
     return [
         *shapes,
         Circle(x(point.when), y(share), 3.5, "blue", name="peak", tip=tip),
-        Text(12, top + 50, say("peak {share:.0f} %", share=share * 100), 11, "soft"),
+        Text(12, top + 50, say("peak {share:.0f}%", share=share * 100), 11, "soft"),
         Text(12, top + 66, used, 11, "soft"),
         _last_value(points[-1], known[-1][1], x, y, top),
     ]
@@ -125,7 +125,7 @@ def _panel(name: str, points: Sequence[PoolPoint], x: Scale, top: int) -> list[S
 
 def _last_value(last: PoolPoint, height: float, x: Scale, y: Scale, top: int) -> Text:
     """The last value, at the right edge at its height; at the last known height that it is unknown."""
-    text = say("unknown") if last.share is None else f"{last.share * 100:.0f} %"
+    text = say("unknown") if last.share is None else f"{last.share * 100:.0f}%"
     return Text(
         x.end + 6, max(y(height) + 4, top + 9), text, colour="soft" if last.share is None else "ink", name="last"
     )

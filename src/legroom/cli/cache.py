@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.language_and_streams import error_columns, error_text
+from legroom.cli.language_and_streams import error_columns, error_text, message_printer
 from legroom.cli.options import (
     DURATION_WITH_UNIT,
     SIZE,
@@ -32,6 +32,7 @@ from legroom.errors import LegroomError
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import Entry, Reaped, Verification
 from legroom.remote.remote_object import without_credentials
+from legroom.system.processes_and_threads import legroom_disabled
 from legroom.units import format_duration, format_size, size_or_unknown
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ def load(
     """
     from legroom.loader.batches.legroom_open import open as open_data
 
+    if legroom_disabled(os.environ):
+        message_printer(quiet=False)(
+            say("LEGROOM_DISABLE is set: the files are read, but nothing stays in the cache. Unset it to load them.")
+        )
     groups = [list(files)] if join else [[name] for name in files]
     loaded: list[dict[str, Any]] = []
     failed: list[tuple[str, LegroomError]] = []

@@ -220,7 +220,7 @@ def _child_line(child: Child) -> Text:
         style = "dim" if child.note is None else "bold yellow"
         line.append(left(child.note or say("starting"), _PROGRESS), style=style)
     else:
-        line.append(bar(share, 18), style="cyan").append(f" {share * 100:>3.0f} % ")
+        line.append(bar(share, 18), style="cyan").append(f" {share * 100:>4.0f}% ")
         line.append(f"{progress['step']:>6} / {progress['of']:<5}")
         line.append(f"{progress['loss']:>7.2f}" if "loss" in progress else " " * 7)
     sizes = ("" if size is None else format_size(size) for size in (child.pss, child.rss))

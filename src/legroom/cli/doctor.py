@@ -201,7 +201,7 @@ def _settings_lines(settings: tuple[SafeSettings, ...]) -> list[str]:
         lines.append(paragraph(size, f"  num_workers={row.num_workers}{prefetch}".ljust(36), " " * 36))
     if any(row.max_batch_bytes is not None for row in settings):
         text = say(
-            "these sizes leave 20 % of the free memory for other processes; legroom check measures your own settings, "
+            "these sizes leave 20% of the free memory for other processes; legroom check measures your own settings, "
             "and leaves no such reserve"
         )
         lines.append(paragraph(text, "  ", "  "))

@@ -56,7 +56,8 @@ def command(
 
     At the end, prints each line that makes memory grow, with the type of the
     objects, the bytes per training step, the step at which the growth began, the
-    time until memory is full, and a confidence. Exits with the command's status.
+    time until memory is full, and a confidence. Exits with the command's status; with 2 if that is 0 and the HTML
+    report could not be written.
     """
     if words and read is not None:
         raise click.UsageError(say("{option} cannot be combined with {others}", option="--read", others="COMMAND"))
@@ -88,8 +89,9 @@ def command(
             quiet=quiet,
         )
         supervised = supervise(options, snapshot(), print_line)
-        show_report(directory, words, page, as_json=as_json, status=supervised.ending.shell_status, quiet=quiet)
-    return supervised.ending.shell_status
+        status = supervised.ending.shell_status
+        written = show_report(directory, words, page, as_json=as_json, status=status, quiet=quiet)
+    return status if status or written else EXIT_USAGE
 
 
 def _require_records(directory: str) -> None:
@@ -158,7 +160,7 @@ def show_report(
         try:
             replace_file(page, leak_page(report))
             message_printer(quiet)(say("page written to {path}", path=page))
-        except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
+        except OSError as problem:  # the directory is gone or the disk is full: the caller's status shows it
             message_printer(quiet=False)(say("cannot write {path}: {why}", path=page, why=problem.strerror or problem))
             return False
     return True

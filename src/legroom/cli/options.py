@@ -156,8 +156,9 @@ _COUNT_OF, _COUNT_OF_1 = ({**each, "show_default": True} for each in (_COUNT, _C
 _SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
 _SAMPLES = (
     click.option("--data", metavar="FILE",
-                 help="Data file or directory, in any format that legroom.open reads; one row is one sample. "
-                      "A pattern in quotes, 'train-*.tar', stands for all of its matches."),
+                 help="Data file or directory, in any format that legroom.open reads without dtype; one row is one "
+                      "sample. For a raw binary file of token IDs, give --sample-bytes instead. A pattern in quotes, "
+                      "'train-*.tar', stands for all of its matches."),
     click.option("--keys", metavar="NAME,…", help="Use only these arrays or columns of the file (with --data)."),
     click.option("--sample-bytes", **_SIZE_OF,
                  help="Size of one sample, for example 600KB (with --batch, instead of --data)."),

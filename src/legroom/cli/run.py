@@ -174,6 +174,12 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             say("--checkpoint without --resume-flag: a restart does not pass the checkpoint to the script, which must "
                 "find it by itself")
         )  # fmt: skip
+    flag = options["resume_flag"] or ""
+    if flag and not flag.startswith("-") and "=" not in flag and "{}" not in flag:
+        print_line(
+            say("--resume-flag {flag} has no dashes: a restart adds the word {flag} and the path. For a flag, give "
+                "--resume-flag {dashed}", flag=flag, dashed=f"--{flag}")
+        )  # fmt: skip
     if options["flags"] and not options["retries"]:
         print_line(
             say(

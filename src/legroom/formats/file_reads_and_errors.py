@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shlex
 import stat
 import struct
 import threading
@@ -298,25 +299,35 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
                 fix=(_fetched_link(path, target),),
             )
         return UnreadableSource(
-            what, why=say("no such file"), fix=(say("check the path:\nls {folder}", folder=path.parent),)
+            what, why=say("no such file"), fix=(say("check the path:\nls {folder}", folder=_word(path.parent)),)
         )
     if isinstance(problem, PermissionError):
         return UnreadableSource(
             what,
             why=say("this user has no read permission"),
-            fix=(say("check its permissions:\nls -l {path}", path=path), say("ask its owner for read permission")),
+            fix=(
+                say("check its permissions:\nls -l {path}", path=_word(path)),
+                say("ask its owner for read permission"),
+            ),
         )
     reason = getattr(problem, "strerror", None) or str(problem)
     if getattr(problem, "errno", None) in (errno.EMFILE, errno.ENFILE):
         fix = say("close unused files, or raise the limit of open files:\nulimit -n 65536")
         return UnreadableSource(what, why=reason, fix=(fix,))
-    return UnreadableSource(what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=path),))
+    return UnreadableSource(
+        what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=_word(path)),)
+    )
+
+
+def _word(path: object) -> str:
+    """A path as one word of a command."""
+    return shlex.quote(str(path))
 
 
 def _fetched_link(path: Path, target: str) -> str:
     """What to do about a link to a file that a program fetches: the cache of Hugging Face, git-annex."""
     if "/annex/objects/" in target:
-        return say("fetch it in the clone:\ngit annex get {path}", path=path)
+        return say("fetch it in the clone:\ngit annex get {path}", path=_word(path))
     parts = path.parts
     at = parts.index("snapshots") if "snapshots" in parts else 0
     kind, *name = parts[at - 1].split("--") if at else ("",)
@@ -326,8 +337,8 @@ def _fetched_link(path: Path, target: str) -> str:
     file = "/".join(parts[at + 2 :])
     return say(
         "the cache of Hugging Face has lost it or is still downloading it; download it:\nhf download {repo} {file}",
-        repo="/".join(name),
-        file=file + repo,
+        repo=shlex.quote("/".join(name)),
+        file=shlex.quote(file) + repo,
     )
 
 

@@ -9,6 +9,7 @@ import errno
 import io
 import mmap
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,9 +165,10 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
         why=why,
         fix=(
             say("wait until the writer has closed it"),
-            say("if the writer crashed, clear the mark when no process is writing:\nh5clear -s {path}", path=path),
+            say("if the writer crashed, clear the mark when no process is writing:\nh5clear -s {path}",
+                path=shlex.quote(str(path))),
         ),
-    )
+    )  # fmt: skip
 
 
 def replaced_while_opened(path: Path) -> SourceChanged:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ class FileType:
     """One type of file: it is recognized by its first bytes, and where no type is, by its name.
 
     ``why``, ``fix`` and ``code`` have the fields {name}, {path}, {folder}, {file}, {command} and those of ``facts``.
+    In ``fix``, paths are quoted for the shell; {directory} is the folder without quotes.
     """
 
     name: str = ""
@@ -70,7 +72,8 @@ class FileType:
         fields: dict[str, object] = {
             "name": self.name, "path": path, "folder": path.parent, "file": path.name, "command": self.command, **facts,
         }  # fmt: skip
-        steps = [say(step, **fields) for step in self.fix]
+        quoted = {name: shlex.quote(str(fields[name])) for name in ("path", "folder", "file")}
+        steps = [say(step, **{**fields, **quoted, "directory": path.parent}) for step in self.fix]
         if code := str(facts.get("code", "")) or self.code:
             out = path.with_name(path.name.lstrip(".").partition(".")[0] or "out")
             code = re.sub(
@@ -108,7 +111,8 @@ def unsupported_directory(path: Path) -> Unsupported | None:
             why = say("it is a repository in the cache of Hugging Face")
             return Unsupported(why, tuple(say("pass {path}", path=path / "snapshots" / one) for one in snapshots[:3]))
         if (path / ".metadata").is_file() and any(name.endswith(".distcp") for name in os.listdir(path)):
-            command = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.pt"
+            names = shlex.join((str(path), f"{path}.pt"))
+            command = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {names}"
             return Unsupported(
                 say("it is a distributed checkpoint of torch (DCP)"),
                 (say("convert it to one file:\n{command}", command=command),),
@@ -349,7 +353,7 @@ TYPES = (
     FileType(
         endings=(".safetensors.index.json", ".bin.index.json"),
         why=phrase("it is the index of a model in several files"),
-        fix=(phrase("pass its directory:\nlegroom.weights('{folder}')"),),
+        fix=(phrase("pass its directory:\nlegroom.weights('{directory}')"),),
     ),
     FileType(
         endings=(".dvc",),

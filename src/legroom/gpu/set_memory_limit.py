@@ -29,7 +29,7 @@ _LATER_KERNELS_SHARE = 16  # but at most a sixteenth of the limit
 _LARGER_THAN_ANY_GPU = 1 << 50
 _IMPLAUSIBLE = 1 << 20  # bytes: a bare number below this is meant in another unit
 _FIX = (
-    phrase("limit(0.8) for 80 % of the GPU, limit('20GB') or limit(20 << 30) for bytes"),
+    phrase("limit(0.8) for 80% of the GPU, limit('20GB') or limit(20 << 30) for bytes"),
     phrase("limit(share=1/6) for six jobs on one GPU"),
 )
 _HOW = {"bounded": phrase("bounded"), "assumed": phrase("assumed")}
@@ -257,7 +257,7 @@ def limit_bytes(amount: Amount | None, share: float | Fraction | None, size: int
 def _describe(parsed: int | float | Fraction) -> str:
     if isinstance(parsed, int):
         return say("{size} of GPU memory", size=format_size(parsed))
-    return say("{percent} % of GPU memory", percent=f"{float(100 * parsed):.3g}")
+    return say("{percent}% of GPU memory", percent=f"{float(100 * parsed):.3g}")
 
 
 def _parse(amount: Amount | None, share: float | Fraction | None) -> int | float | Fraction:

@@ -173,7 +173,7 @@ def memory_pressure(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
         None,
         "critical" if worst.full_avg10 >= findings.HARD_STALL else "warning",
         say(
-            "tasks stalled on memory in the last 10 s: some {some:.0f} %, all {full:.0f} % of the time ({scope})",
+            "tasks stalled on memory in the last 10 s: some {some:.0f}%, all {full:.0f}% of the time ({scope})",
             some=worst.some_avg10,
             full=worst.full_avg10,
             scope=scope_name(worst.scope),

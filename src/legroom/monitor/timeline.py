@@ -214,8 +214,8 @@ class ProcessTimeline:
             yield frame.when, next((point for point in frame.points if point.pid == pid), None)
 
 
-def largest_pids(frames: list[ProcessFrame], most: int) -> list[int]:
-    """The processes with the highest peaks, the highest first."""
+def largest_pids(frames: list[ProcessFrame], most: int | None) -> list[int]:
+    """The processes with the highest peaks, the highest first; None: all of them."""
     peaks: dict[int, int] = {}
     for frame in frames:
         for point in frame.points:

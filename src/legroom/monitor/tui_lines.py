@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -82,7 +82,7 @@ def pool_line(pool: Pool, points: Sequence[PoolPoint], level: str | None, width:
         return line
     style = {"critical": "bold red", "warning": "bold yellow"}.get(level or "", "")
     line.append(bar(share), style=style or "cyan")
-    line.append(f" {share * 100:>3.0f} %", style=style)
+    line.append(f" {share * 100:>4.0f}%", style=style)
     figures = say("{used} of {size}", used=format_size(pool.used), size=format_size(pool.size))
     line.append("  " + left(figures, 18))
     room = width - line.cell_len - 2
@@ -115,7 +115,7 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
     kernel = [
         say("swap {into}/s in, {out}/s out", into=_rate(sample.swap_in), out=_rate(sample.swap_out)),
         *(
-            say("{scope} stalled {share:.1f} %", scope=scope_name(one.scope), share=one.some_avg10)
+            say("{scope} stalled {share:.1f}%", scope=scope_name(one.scope), share=one.some_avg10)
             for one in sample.pressure
         ),
         say("OOM kills {kills}", kills=say("unknown") if counts.oom_kills is None else counts.oom_kills),
@@ -170,9 +170,12 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
     return lines
 
 
-def stacked_lines(frames: Sequence[ProcessFrame], width: int) -> list[Text]:
-    """RAM over time as columns: the largest processes from the bottom up, then the other ones, then the rest in use."""
-    pids = largest_pids(list(frames), len(_LAYER_STYLES) - 2)
+def stacked_lines(frames: Sequence[ProcessFrame], width: int, listed: Collection[int] | None = None) -> list[Text]:
+    """RAM over time as columns: the largest processes from the bottom up, then the other ones, then the rest in use.
+
+    Only processes that are ``listed`` below it have a digit; the others may have ended. None: all.
+    """
+    pids = _numbered(frames, listed)
     totals = [max(frame.used or 0, sum(point.taken for point in frame.points) + frame.others) for frame in frames]
     top = max(totals, default=0)
     if len(frames) < 2 or not top:
@@ -189,8 +192,14 @@ def stacked_lines(frames: Sequence[ProcessFrame], width: int) -> list[Text]:
             layer = bisect_right(edges, level)
             line.append(*((" ", "") if layer == len(edges) else (_layer_mark(layer, pids), _LAYER_STYLES[layer])))
         lines.append(line)
-    text = say("digits: the processes below; +: the other ones; ░: the rest of RAM in use")
+    text = say("digits: processes below; +: others, also ended ones; ░: rest of RAM in use")
     return [*lines, Text(cut(text, width), style="dim")]
+
+
+def _numbered(frames: Sequence[ProcessFrame], listed: Collection[int] | None) -> list[int]:
+    """The processes that have a digit of their own, the largest first."""
+    found = largest_pids(list(frames), None)
+    return [pid for pid in found if listed is None or pid in listed][: len(_LAYER_STYLES) - 2]
 
 
 def _layers(frame: ProcessFrame, pids: Sequence[int], total: int) -> list[int]:
@@ -213,8 +222,9 @@ def process_history_lines(sample: Sample, frames: Sequence[ProcessFrame], sort: 
     top = max((point.taken for frame in frames for point in frame.points), default=0) or 1
     room = max(10, (width - 31) // 2)
     head = f"{'pid':>8}{right(say('takes'), 10)}  {left(say('over time, up to {size}', size=format_size(top)), room)}"
-    lines = [*stacked_lines(frames, width), Text(f"{head}  {say('command')}", style="bold", no_wrap=True)]
-    digits = {pid: str(at + 1) for at, pid in enumerate(largest_pids(list(frames), len(_LAYER_STYLES) - 2))}
+    listed = {row.pid for row in rows[:MOST_ROWS]}
+    lines = [*stacked_lines(frames, width, listed), Text(f"{head}  {say('command')}", style="bold", no_wrap=True)]
+    digits = {pid: str(at + 1) for at, pid in enumerate(_numbered(frames, listed))}
     for row in rows[:MOST_ROWS]:
         points = [PoolPoint(frame.when, _taken(frame, row.pid), top) for frame in frames]
         line = Text(f"{digits.get(row.pid, '+')}{row.pid:>7}", no_wrap=True)

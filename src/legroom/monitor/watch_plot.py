@@ -159,6 +159,6 @@ def _peak_row(name: str, points: Sequence[PoolPoint], began: float) -> tuple[str
         name,
         say("unknown") if peak.size is None else amount(name, peak.size),
         amount(name, peak.used or 0),
-        say("unknown") if peak.share is None else f"{peak.share * 100:.0f} %",
+        say("unknown") if peak.share is None else f"{peak.share * 100:.0f}%",
         since(peak.when, began),
     )

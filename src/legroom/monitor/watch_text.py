@@ -240,7 +240,7 @@ def _line(sample: Sample, detail: _Detail) -> str:
     if largest is not None and detail.command:
         parts.append(
             say(
-                "{processes}, largest {pid} {command} {size}",
+                "{processes}, largest: pid {pid} {command} {size}",
                 processes=counted(count, phrase("{count} process"), phrase("{count} processes")),
                 pid=largest.pid,
                 command=cut(short_command(largest.command, detail.command), detail.command),

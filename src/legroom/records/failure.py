@@ -110,6 +110,7 @@ class Evidence:
     held_shm: int | None = None  # bytes of /dev/shm that the job used then
     log: LogFacts = LogFacts()
     unwritable: int | None = None  # the errno with which the job's output could not be written
+    reader_closed: bool = False  # the program that read the job's output closed its end of the pipe
     elsewhere: str | None = None  # a program of the job (docker, ssh) whose processes no counter or level here covers
     oom: OomCount | None = None
     kernel: tuple[str, ...] | None = None  # lines of the kernel log that name a process of the job; None: not readable

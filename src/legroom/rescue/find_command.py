@@ -36,7 +36,7 @@ def find_command(word: str) -> str:
         raise CommandNotRunnable(
             say("cannot run {word}", word=word),
             why=str(problem.strerror),
-            fix=(say("check its permissions:\nls -l {path}", path=word),),
+            fix=(say("check its permissions:\nls -l {path}", path=shlex.quote(word)),),
         ) from problem
     except (OSError, ValueError):
         raise _not_found(word) from None
@@ -46,7 +46,8 @@ def find_command(word: str) -> str:
             why=say("it is a directory"),
             fix=(say("name the program or script in it that you want to run"),),
         )
-    fix = say("make it executable with chmod +x, or name its interpreter:\nlegroom run -- python {word} …", word=word)
+    fix = say("make it executable with chmod +x, or name its interpreter:\nlegroom run -- python {word} …",
+              word=shlex.quote(word))  # fmt: skip
     raise CommandNotRunnable(say("cannot run {word}", word=word), why=say("it is not executable"), fix=(fix,))
 
 

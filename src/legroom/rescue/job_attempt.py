@@ -380,6 +380,7 @@ class RunningAttempt:
             stalled_on=self.stalled_on,
             held_shm=self.held_shm,
             keyboard=self._by_keyboard(ending, log),
+            reader_closed=self._output.reader_closed,
             loader_replaceable=self._loader_replaceable,
         )
         return with_fixes(classify(evidence), evidence, self.machine), evidence

@@ -268,6 +268,7 @@ class JobOutput:
     count: int = 0  # bytes read from the job
     reason: str | None = None  # why a stream has no thread
     error: OSError | None = None  # why output could not be written; the filename is known for a file
+    reader_closed: bool = False  # the program that reads the output closed its end
     give_up_at: float = float("inf")  # when a reader that takes nothing is no longer waited for
     _channels: list[_Channel] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -401,7 +402,12 @@ class JobOutput:
             channel.within_line = not data.endswith(b"\n")
             return
         reader_went = (errno.EPIPE, errno.ECONNRESET)
-        if problem is not None and problem.errno not in reader_went:
+        if problem is not None and problem.errno in reader_went:
+            self.reader_closed = True
+            if not data.endswith(b"\n"):  # the job's error, on its other stream, begins a line
+                with self._lock:
+                    self.tail.feed(b"\n")
+        elif problem is not None:
             self.error = OSError(problem.errno, problem.strerror, _file_of(channel.target))
         with self._lock:
             channel.closed = True

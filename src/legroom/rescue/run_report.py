@@ -156,7 +156,7 @@ def _alarms(attempt: Attempt) -> str:
 
 def _peaks(attempt: Attempt) -> str:
     rows = [
-        (name, amount(name, level.used), amount(name, level.size), f"{level.share * 100:.0f} %")
+        (name, amount(name, level.used), amount(name, level.size), f"{level.share * 100:.0f}%")
         for name, level in sorted(attempt.peaks.items())
     ]
     return table(say("Resources"), (say("resource"), say("peak"), say("size"), say("share")), rows) if rows else ""

@@ -50,6 +50,7 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_log.gpu_refused,
     verdict_from_log.bus,
     verdict_from_log.output,
+    verdict_from_log.closed_output,
     verdict_from_exit.swapping,
     verdict_from_exit.ended_by,
     verdict_from_exit.worker_killed,
@@ -307,6 +308,8 @@ def _fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> tuple[str,
         if evidence.live:  # it ran under Legroom; the likely causes say how to confirm each
             return ()
         return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
+    if cause == "not-memory" and verdict_from_log.closed_output(evidence, Signs.of(evidence)) is not None:
+        return (say("write the output to a file, and read that:\nlegroom run -- COMMAND … > output.log"),)
     if verdict_from_exit.crashed_untraced(evidence, verdict):
         return (
             say("print the Python lines at which it crashes:\npython -X faulthandler SCRIPT …"),

@@ -65,7 +65,10 @@ def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     name = signal_name(evidence.asked_to_stop)
     line = say("legroom received {name} and passed it on", name=name)
-    return RuleResult("killed", 1.0, (line,), summary=ctrl_c_summary(evidence))
+    summary = ctrl_c_summary(evidence)
+    if not summary and evidence.asked_to_stop == _SIGINT:
+        summary = say("the job was stopped by SIGINT (Ctrl-C).")
+    return RuleResult("killed", 1.0, (line,), summary=summary or say("the job was stopped by {name}.", name=name))
 
 
 def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -280,7 +283,7 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
         rate = format_size(int(evidence.swapped_back))
         lines.append(say("{rate}/s were swapped in during the last seconds", rate=rate))
     if evidence.stalled is not None:
-        lines.append(say("all tasks were stalled on memory {share:.0f} % of the time (PSI)", share=evidence.stalled))
+        lines.append(say("all tasks were stalled on memory {share:.0f}% of the time (PSI)", share=evidence.stalled))
     if timeout:
         lines.append(quoted_line(timeout))
     moved = evidence.swapped_back or 0

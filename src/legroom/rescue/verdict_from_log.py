@@ -12,7 +12,7 @@ import re
 from typing import Literal
 
 from legroom.messages import listed, phrase, say
-from legroom.records.failure import Cause, Evidence, RuleResult, Sign, level_line, unknown
+from legroom.records.failure import Cause, Evidence, RuleResult, Sign, exit_line, level_line, unknown
 from legroom.records.machine import Level
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
@@ -332,6 +332,10 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     return unknown(tuple(lines), "disk-full", "shm-full")
 
 
+_PIPE = re.compile(r"BrokenPipeError|Broken pipe")
+_SIGPIPE = 13
+
+
 def output(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """The job's output could not be written, which closed its stdout or stderr."""
     number = evidence.unwritable
@@ -341,6 +345,17 @@ def output(evidence: Evidence, signs: Signs) -> RuleResult | None:
     written = say("cannot write {path}: {why}", path=say("the command's output"), why=os.strerror(number))
     lines = (written, *(level_line(path, one) for path, one in full.items()))
     return RuleResult("disk-full", 0.95, lines)
+
+
+def closed_output(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """The program that read the job's output closed the pipe, and the job failed at its next line."""
+    last = evidence.log.last_error
+    if not evidence.reader_closed or evidence.ending is None or (last is not None and not _PIPE.search(last.line)):
+        return None
+    proven = last is not None or evidence.ending.by_signal(_SIGPIPE)
+    lines = (exit_line(evidence.ending), *(() if last is None else (quoted_line(last),)))
+    summary = say("the program that read the job's output closed the pipe, as `| head` does. No resource ran out.")
+    return RuleResult("not-memory", 0.95 if proven else 0.75, lines, summary)
 
 
 def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:

@@ -124,10 +124,10 @@ def test_the_last_value_stands_at_the_end_of_its_line_and_the_peak_in_words() ->
         return [one for one in texts if one.name == "last"], [one.text for one in texts], line.points[-1][1]
 
     (last,), texts, height = shown(10, 17, 13)
-    assert last.text == "13 %" and abs(last.y - 4 - height) < 1
-    assert {"peak 17 %", "17 MB"} <= set(texts) and "17 %" not in texts
+    assert last.text == "13%" and abs(last.y - 4 - height) < 1
+    assert {"peak 17%", "17 MB"} <= set(texts) and "17%" not in texts
     (last,), texts, height = shown(10, 17, None)
-    assert last.text == "unknown" and abs(last.y - 4 - height) < 1 and "17 %" not in texts
+    assert last.text == "unknown" and abs(last.y - 4 - height) < 1 and "17%" not in texts
 
 
 def test_an_unknown_point_breaks_the_line_and_a_single_point_is_visible() -> None:

@@ -61,6 +61,18 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert "the cache is empty" in _text(capsys, "list")
 
 
+def test_a_load_with_the_cache_switched_off_says_that_nothing_stays(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    assert run(["cache", "load", "train.npy", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["entries"][0]["source"]
+    assert "LEGROOM_DISABLE is set" in shown.err and "nothing stays in the cache" in shown.err
+    monkeypatch.delenv("LEGROOM_DISABLE")
+    assert "LEGROOM_DISABLE" not in _text(capsys, "load", "train.npy")
+
+
 def test_drop_all_says_what_it_removes_and_can_be_tried(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usage = " ".join(_text(capsys, "drop", "--help").split())
     assert "whichever program loaded it" in usage and "--dry-run" in usage

@@ -38,3 +38,5 @@ def test_a_page_that_could_not_be_written_exits_2(
     monkeypatch.setattr("legroom.system.atomic_file.replace_file", no_space)
     assert run(["leak", "--read", directory, "--html", str(tmp_path / "page.html")]) == 2
     assert "No space left on device" in capsys.readouterr().err
+    for status, shown in ((0, 2), (3, 3)):  # the command's own failure counts more
+        assert run(["leak", "--html", str(tmp_path / "page.html"), "--", "sh", "-c", f"exit {status}"]) == shown

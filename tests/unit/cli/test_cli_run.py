@@ -272,6 +272,14 @@ def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     assert b"step2.pt" in done.stderr
 
 
+def test_a_resume_flag_without_dashes_is_remarked_on(tmp_path: Path) -> None:
+    asked = ("--retries", "1", "--checkpoint", "step*.pt")
+    for flag, remarked in (("resume", True), ("--resume", False), ("resume=", False), ("resume_from={}", False)):
+        done = _run(*asked, "--resume-flag", flag, "--", "true", folder=tmp_path)
+        assert done.returncode == 0 and (b"has no dashes" in done.stderr) is remarked, flag
+        assert (b"--resume-flag --resume" in done.stderr) is remarked
+
+
 def test_without_a_resume_flag_nothing_is_reported_as_resumed(tmp_path: Path) -> None:
     words = ["--json", "--", sys.executable, _script(tmp_path, SAVES + STUBBORN), "--num_workers", "2"]
     done = _run("--retries", "2", "--checkpoint", "step*.pt", *words, folder=tmp_path)
@@ -525,6 +533,21 @@ def test_a_sigint_from_elsewhere_is_not_called_ctrl_c(tmp_path: Path) -> None:
     assert any("what sent the signal" in step for step in attempt["fix"])
 
 
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "SIGINT (Ctrl-C)"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_to_legroom_is_named_in_the_summary(number: signal.Signals, said: str, tmp_path: Path) -> None:
+    code = "import time; print('started', flush=True); time.sleep(60)"
+    started = subprocess.Popen(
+        [sys.executable, "-m", "legroom", "run", "--", sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert started.stdout is not None and started.stdout.readline() == "started\n"
+    started.send_signal(number)
+    err = started.communicate(timeout=240)[1]
+    assert f"legroom: killed, 100% sure: the job was stopped by {said}.\n" in err
+    assert "another process" not in err
+
+
 def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
     command = f"{sys.executable} -m legroom run --quiet -- yes | head -n 2; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
@@ -532,6 +555,17 @@ def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.stdout == "y\ny\n141\n"
+
+
+def test_a_reader_that_closes_the_pipe_is_named(tmp_path: Path) -> None:
+    code = "for i in range(10**6): print(i, flush=True)"
+    command = f"{sys.executable} -m legroom run -- {sys.executable} -c '{code}' | head -n 2"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=240, check=True, cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert "closed the pipe, as `| head` does" in done.stderr and "legroom: not-memory, 95% sure" in done.stderr
+    assert "> output.log" in done.stderr and "does not name a resource" not in done.stderr
 
 
 def test_messages_begin_a_line_beside_a_progress_bar(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_bars_fit_80_columns_and_lines_have_the_same_figures(tmp_path: Path) -> 
     lines = [line.plain for line in bar_lines(pools, children, 80)]
     assert all(cells(line) <= 80 for line in lines)
     one, two, three = (next(line for line in lines if line.startswith(name)) for name in ("one", "two", "three"))
-    assert "62 %" in one and "12345 / 20000" in one and "0.12" in one and one.endswith("143 MB    512 MB")
+    assert "62%" in one and "12345 / 20000" in one and "0.12" in one and one.endswith("143 MB    512 MB")
     assert "starting" in two and "killed" in three and len(one) == len(two) == len(three)
     assert "429 MB" in lines[-1]
     assert all(len(text.plain) <= 40 for text in bar_lines(pools, children, 40))

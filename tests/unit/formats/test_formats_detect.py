@@ -25,6 +25,25 @@ def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
     assert "nowhere.h5" in str(caught.value)
 
 
+def test_paths_in_commands_are_quoted_for_the_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "a;b c"
+    folder.mkdir()
+    with pytest.raises(UnreadableSource) as caught:
+        open_source(folder / "nowhere.h5")
+    assert caught.value.fix[0].endswith(f"\nls '{folder}'")
+    (folder / "x y.nc").write_bytes(b"CDF\x01" + bytes(60))
+    (folder / "image 1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(60))
+    (folder / "big.npy").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n")
+    for name, command in (
+        ("x y.nc", f"nccopy -k nc4 '{folder}/x y.nc' out.nc"),
+        ("image 1.png", f"tar -cf out.tar '{folder}/image 1.png'"),
+        ("big.npy", f"cd '{folder}' && git lfs"),
+    ):
+        with pytest.raises(UnknownFormat) as refused:
+            open_source(folder / name)
+        assert command in "\n".join(refused.value.fix)
+
+
 def test_a_dangling_link_reports_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("gone/data.h5")
     with pytest.raises(UnreadableSource) as caught:

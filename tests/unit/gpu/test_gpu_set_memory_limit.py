@@ -141,7 +141,7 @@ def test_no_cuda_error() -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [((0.8, None), "80 %"), (("20GB", None), "20 GB"), ((8 * GB, None), "8 GB"), ((None, 1 / 6), "16.7 %")],
+    [((0.8, None), "80%"), (("20GB", None), "20 GB"), ((8 * GB, None), "8 GB"), ((None, 1 / 6), "16.7%")],
 )
 def test_no_cuda_error_names_the_amount(given: tuple[Any, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("legroom.gpu.torch_cuda_device.why_no_cuda", lambda _: "no driver")

@@ -481,7 +481,7 @@ def test_lines_show_samples_alarms_marks_and_a_summary() -> None:
     lines.close()
     text = "\n".join(told)
     assert told[0] == "watching a test" and "-- epoch 1" in text
-    assert "shm 90% of 100 MB" in text and "largest 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
+    assert "shm 90% of 100 MB" in text and "largest: pid 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
     assert text.count("WARNING shm-nearly-full") == 1 and text.count("ended after") == 1
     assert told[-1].startswith("watched for 29 s; peaks: shm 90 MB of 100 MB") and told[-1].endswith("1 alarm")
     assert "swap" not in told[1]  # a machine without swap has nothing to say about it
@@ -519,7 +519,9 @@ def test_lines_fit_a_terminal_and_show_the_most_that_fits() -> None:
         said=Annotations({"model": MB}, "epoch 1", (), 5, 2.5),
     )
     whole = sample_line(watched)
-    assert whole.count("of 100 GB") == 5 and "largest 8 python train_glint_unet.py" in whole and "model 1 MB" in whole
+    assert (
+        whole.count("of 100 GB") == 5 and "largest: pid 8 python train_glint_unet.py" in whole and "model 1 MB" in whole
+    )
     lengths = []
     for columns in range(200, 4, -1):
         line = sample_line(watched, columns)
@@ -554,7 +556,7 @@ def test_an_unknown_size_is_not_printed_as_zero() -> None:
     lines.show(Moment(sample(0, processes=rows)))
     assert [line.split()[:2] for line in told if line.startswith("    ")] == [["3", "MB"], ["unknown", "5"]]
     lines.show(Moment(sample(1, processes=rows[:1])))
-    assert told[-1].endswith("largest 5 no figures unknown") and "0 B" not in "".join(told)
+    assert told[-1].endswith("largest: pid 5 no figures unknown") and "0 B" not in "".join(told)
 
 
 def test_a_command_that_is_too_long_keeps_its_arguments() -> None:

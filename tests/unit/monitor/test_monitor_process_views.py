@@ -64,6 +64,17 @@ def test_the_screen_stacks_processes_under_the_rest_of_the_pool() -> None:
     assert tui_lines.stacked_lines(many[:1], 80) == []
 
 
+def test_only_processes_in_the_list_have_a_digit() -> None:
+    points = tuple(ProcessPoint(pid, size * MB, 0, 0, 0, 0) for pid, size in ((7, 400), (8, 300), (9, 200)))
+    frames = [ProcessFrame(1000.0 + at, 900 * MB, 1 << 30, points, 0) for at in range(4)]
+    sample = _sample(5)
+    alive = replace(sample, processes=tuple(replace(sample.processes[0], pid=pid, rss=90 * MB) for pid in (8, 9)))
+    lines = [line.plain for line in tui_lines.process_history_lines(alive, frames, "p", 80)]
+    drawn, rows = "".join(line[10:] for line in lines[:8]), lines[10:]
+    assert set(drawn) - set(" ░") == set("12+"), "pid 7 has ended: it is one of the others"
+    assert [row[:8] for row in rows] == ["1      8", "2      9"] and "ended" in lines[8]
+
+
 def test_charts_show_each_process_and_its_kinds_of_memory() -> None:
     timeline = Timeline()
     for number in range(50):

@@ -142,6 +142,12 @@ def test_every_part_of_the_page_is_served_and_none_comes_from_elsewhere() -> Non
         assert "".join(part) in files
 
 
+def test_before_the_first_data_the_page_does_not_say_that_there_are_no_alarms() -> None:
+    folder = Path(web_module.__file__).parent / "web_page"
+    assert '<p id="no-alarms" class="soft">not known yet</p>' in (folder / "index.html").read_text()
+    assert 'byId("no-alarms").textContent = "none";' in (folder / "cards_and_tables.js").read_text()
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
 def test_the_axis_of_five_minutes_says_so() -> None:
     words = Path(web_module.__file__).parent / "web_page" / "words.js"

@@ -312,6 +312,17 @@ def test_a_socket_that_could_not_be_made_and_was_survived() -> None:
     assert _verdict(text=LOST_BATCH + LATER + "ValueError: no such class\n")[0] == "not-memory"
 
 
+def test_a_closed_pipe_is_not_blamed_for_another_failure() -> None:
+    broken = "Traceback (most recent call last):\n  File 'a'\nBrokenPipeError: [Errno 32] Broken pipe\n"
+    other = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'lr'\n"
+    assert _verdict(ending=ExitStatus(1), text=broken, reader_closed=True) == ("not-memory", 0.95)
+    assert _verdict(ending=ExitStatus(signal=13), reader_closed=True) == ("not-memory", 0.95)
+    assert _verdict(ending=ExitStatus(1), reader_closed=True) == ("not-memory", 0.75)
+    for text, closed in ((other, True), (broken, False)):
+        told = classify(Evidence(ending=ExitStatus(1), log=facts_of(text.encode()), reader_closed=closed))
+        assert "closed the pipe" not in told.summary
+
+
 def test_asked_to_stop_and_stalled() -> None:
     assert _verdict(ending=ExitStatus(signal=15), asked_to_stop=15) == ("killed", 1.0)
     assert _verdict(ending=ExitStatus(signal=15), stalled_on="shm")[0] == "shm-full"

@@ -25,6 +25,7 @@ function barOf(share) {
 let told = new Set();
 export function alarms(list) {
   byId("no-alarms").hidden = list.length > 0;
+  byId("no-alarms").textContent = "none";
   byId("alarms").replaceChildren(...list.map((alarm) => make("li", {data: {level: alarm.level}},
     make("strong", {textContent: alarm.level}),
     make("span", {textContent: alarm.message}),
@@ -82,7 +83,7 @@ export function kernel(now) {
   const words = [];
   const rate = (value) => (value === null ? "unknown" : `${size(Math.round(value))}/s`);
   words.push(`swap traffic: ${rate(now.swap_in)} in, ${rate(now.swap_out)} out`);
-  for (const one of now.pressure) words.push(`${one.scope}: tasks stalled on memory ${one.some_avg10} % of the last 10 s`);
+  for (const one of now.pressure) words.push(`${one.scope}: tasks stalled on memory ${one.some_avg10}% of the last 10 s`);
   const count = (value) => (value === null ? "unknown" : value);
   words.push(`${now.events.scope}: OOM kills ${count(now.events.oom_kills)}, limit hits ${count(now.events.at_limit)}`);
   byId("kernel").textContent = words.join(" · ");

@@ -54,7 +54,7 @@ export function draw(svg, pool, dots, {first, last, marks, spells}) {
   for (const level of [0, 0.5, 1]) {
     parts.push(shape("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(level), y2: y(level)}));
     const label = shape("text", {x: width - RIGHT + 4, y: y(level) + 3});
-    label.textContent = `${level * 100} %`;
+    label.textContent = `${level * 100}%`;
     parts.push(label);
   }
   for (const spell of spells) {

@@ -13,7 +13,7 @@ export function size(count) {
 }
 
 export function percent(share) {
-  return share === null ? "unknown" : `${Math.round(share * 100)} %`;
+  return share === null ? "unknown" : `${Math.round(share * 100)}%`;
 }
 
 export function duration(seconds) {
