@@ -52,7 +52,8 @@ def drop(what: What = None, *, force: bool = False, dry_run: bool = False) -> Re
         wanted = find_keys(stores.distinct, what, SourceMatcher(stores.found))
         for store, keys in wanted.keys.items():
             for key in keys:
-                entry, size = read_entry(store, key), directory_bytes(store.fd, key)
+                entry = read_entry(store, key, paths=wanted.paths_of(key)[0])
+                size = directory_bytes(store.fd, key)
                 if entry is None:
                     continue
                 if (force or not entry.in_use) if dry_run else _remove(store, key, force=force):

@@ -332,7 +332,12 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
     memory = attached.backing == "shm"
     contents = DataContents(
         entry=entry_record(
-            manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
+            manifest,
+            attached.backing,
+            store=os.fspath(attached.root),
+            in_use=True,
+            last_used=time.time(),
+            paths=request.paths,
         ),
         arrays=attached.arrays,
         tables=attached.tables,
