@@ -9,6 +9,7 @@ import json
 import lzma
 import pickle
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def old_tar() -> bytes:
     return bytes(data)
 
 
+def zip_archive() -> bytes:
+    into = io.BytesIO()
+    with zipfile.ZipFile(into, "w") as archive:
+        archive.writestr("readme.txt", "text")
+    return into.getvalue()
+
+
 OBJECTS: dict[str, Any] = {
     "list": list(range(300)),
     "dict": {"tokens": [1, 2, 3], "name": "train"},
@@ -116,6 +124,7 @@ OBJECTS: dict[str, Any] = {
 TEXTS = ("json", "jsonl", "text", "csv")
 FILES = {
     "gzip": gzip.compress(bytes(4000)),
+    "zip": zip_archive(),
     "bzip2": bz2.compress(bytes(4000)),
     "xz": lzma.compress(bytes(4000)),
     "zstd": b"\x28\xb5\x2f\xfd" + bytes(40),
@@ -139,6 +148,29 @@ def test_what_is_recognizably_something_else_is_refused(name: str, tmp_path: Pat
     for dtype in ("<u2", "<i4") if name in TEXTS else ("|u1", "|i1"):
         with pytest.raises(UnknownFormat, match="unsupported file format"):
             open_source(path, dtype=dtype)
+
+
+CHANCE = np.random.default_rng(3).integers(0, 256, 100_000, np.uint8).tobytes()
+MARKS = {"gzip": b"\x1f\x8b\x08\x00", "gzip-name": b"\x1f\x8b\x08\x08", "zip": b"PK\x03\x04"}
+
+
+@pytest.mark.parametrize("rest", [CHANCE, bytes(4000), b"", b"\3\1" * 3000], ids=["random", "zeros", "none", "two"])
+@pytest.mark.parametrize("name", MARKS)
+def test_tokens_may_begin_like_an_archive_by_chance(name: str, rest: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    path.write_bytes(MARKS[name] + rest)
+    np.testing.assert_array_equal(read(path, "<u2"), np.fromfile(path, "<u2"))
+
+
+@pytest.mark.parametrize("size", [0, 40_000, 3_000_000])
+def test_a_compressed_file_that_is_cut_is_refused(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    packed = gzip.compress(np.random.default_rng(1).integers(0, 50, size, np.uint8).tobytes())
+    for content in (packed, packed[: max(30, len(packed) // 2)], packed + packed):
+        path.write_bytes(content)
+        if len(content) > 20 or size:
+            with pytest.raises(UnknownFormat):
+                open_source(path, dtype="|u1")
 
 
 @pytest.mark.parametrize("kind", ["ustar", "gnu", "pax", "v7"])
