@@ -48,6 +48,14 @@ def test_a_dtype_has_one_spelling(given: Any) -> None:
     assert token_dtype(given) == "<u2"
 
 
+def test_a_dtype_of_torch_is_taken() -> None:
+    torch = pytest.importorskip("torch")
+    assert [token_dtype(one) for one in (torch.uint8, torch.int32, torch.int64)] == ["|u1", "<i4", "<i8"]
+    for other in (torch.bfloat16, torch.float32, torch.bool):
+        with pytest.raises(UsageError, match=f"dtype={other} is not a type of tokens"):
+            token_dtype(other)
+
+
 def test_a_dtype_is_little_endian_unless_it_says_otherwise() -> None:
     assert [token_dtype(one) for one in ("uint8", "int64", ">u2", np.dtype(">i4"))] == ["|u1", "<i8", ">u2", ">i4"]
 
@@ -65,6 +73,8 @@ def test_a_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\x01\x02\x03\x04\x05\x06\x07")
     with pytest.raises(DamagedSource, match="7 bytes") as caught:
         read(path, "<u2")
+    assert caught.value.what == f"dtype='uint16' does not divide the size of {path}"
+    assert caught.value.why == "its 7 bytes are 3 tokens of 2 bytes, and 1 more"
     assert caught.value.fix[0] == "pass the dtype it was written with"
     with pytest.raises(DamagedSource, match="empty"):
         path.write_bytes(b"")
