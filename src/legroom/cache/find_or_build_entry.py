@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -274,11 +274,15 @@ def _named(path: Any) -> list[Where]:
     """
     if isinstance(path, (str, bytes, os.PathLike)):
         return [path]
-    listable = isinstance(path, Iterable) and not hasattr(path, "read") and not hasattr(path, "keys")
-    given = list(path) if listable else [path]
-    for one in given:
+    other = any(hasattr(path, name) for name in ("read", "keys", "save_to_disk")) or getattr(path, "ndim", 1) == 0
+    if other or not isinstance(path, Iterable):
+        raise not_a_path(path)
+    given: list[Where] = []
+    for one in path:
         if not isinstance(one, (str, bytes, os.PathLike)):
-            raise not_a_path(one)
+            # Of a dataset, what it gives first is read, and it is named itself: a sample says nothing.
+            raise not_a_path(one if isinstance(path, (list, tuple, set, Iterator)) else path)
+        given.append(one)
     return given
 
 
@@ -291,12 +295,37 @@ def not_a_path(given: object) -> UsageError:
             fix = say("pass its path: legroom.open({path!r})", path=os.fspath(name))
         else:
             fix = say("write its content to a file and pass the path")
-    shown = repr(given)
+    elif steps := _steps_to_a_path(given):
+        fix = steps
+    shown, kind = " ".join(repr(given).split()), type(given)
+    home = "" if kind.__module__ in ("builtins", "__main__") else kind.__module__.partition(".")[0] + "."
     return UsageError(
         say("{given} is not a path", given=shown if len(shown) <= _GIVEN_SHOWN else shown[:_GIVEN_SHOWN] + "…"),
-        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(given).__name__),
+        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=home + kind.__name__),
         fix=(fix,),
     )
+
+
+def _steps_to_a_path(given: object) -> str:
+    """How data in memory get to where they can be opened, or shared without a file; empty: unknown."""
+    if hasattr(given, "save_to_disk"):
+        return say("save it and pass the directory:\n{code}", code="given.save_to_disk('data'); legroom.open('data')")
+    save = (
+        "given.to_parquet('data.parquet'); legroom.open('data.parquet')"
+        if hasattr(given, "to_parquet")
+        else "numpy.save('data.npy', given); legroom.open('data.npy')"
+        if hasattr(given, "__array__")
+        else ""
+    )
+    if save:
+        return say("write it to a file and pass the path:\n{code}", code=save)
+    if isinstance(given, Mapping):
+        code = "legroom.freeze(given)"
+    elif hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        code = "legroom.freeze([given[i] for i in range(len(given))])"
+    else:
+        return ""
+    return say("for one copy of it that processes share, without a file:\n{code}", code=code)
 
 
 def _check(backing: str, hash: str) -> None:
