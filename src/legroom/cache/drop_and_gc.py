@@ -12,17 +12,10 @@ import stat
 import time
 
 from legroom.cache import eviction, locks, source_digest_records, store_free_space
+from legroom.cache.entry_users import entry_users
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
 from legroom.cache.lease_and_map_entry import entry_exists
-from legroom.cache.list_and_verify import (
-    SourceMatcher,
-    What,
-    entry_users,
-    find_keys,
-    manifest_of,
-    not_loaded_error,
-    read_entry,
-)
+from legroom.cache.list_and_verify import SourceMatcher, What, find_keys, manifest_of, not_loaded_error, read_entry
 from legroom.cache.manifest import Manifest, is_key, reader_difference
 from legroom.cache.store_directories import (
     STORE_LOCK,

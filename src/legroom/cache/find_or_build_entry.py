@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
-from legroom.system.argument_checks import check_choice, check_path
+from legroom.system.argument_checks import check_choice, check_path, not_a_path
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.open_file_or_pipe import nothing_matches
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
@@ -158,7 +158,6 @@ class _Reserve:
 _reserve = _Reserve()
 
 
-_GIVEN_SHOWN = 80  # characters
 _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
 _MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
@@ -284,48 +283,6 @@ def _named(path: Any) -> list[Where]:
             raise not_a_path(one if isinstance(path, (list, tuple, set, Iterator)) else path)
         given.append(one)
     return given
-
-
-def not_a_path(given: object) -> UsageError:
-    """The error for what is given in place of a path."""
-    fix = say("pass a path, a glob pattern or a list of paths")
-    if hasattr(given, "read"):
-        name = getattr(given, "name", None)
-        if isinstance(name, (str, os.PathLike)):
-            fix = say("pass its path: legroom.open({path!r})", path=os.fspath(name))
-        else:
-            fix = say("write its content to a file and pass the path")
-    elif steps := _steps_to_a_path(given):
-        fix = steps
-    shown, kind = " ".join(repr(given).split()), type(given)
-    home = "" if kind.__module__ in ("builtins", "__main__") else kind.__module__.partition(".")[0] + "."
-    return UsageError(
-        say("{given} is not a path", given=shown if len(shown) <= _GIVEN_SHOWN else shown[:_GIVEN_SHOWN] + "…"),
-        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=home + kind.__name__),
-        fix=(fix,),
-    )
-
-
-def _steps_to_a_path(given: object) -> str:
-    """How data in memory get to where they can be opened, or shared without a file; empty: unknown."""
-    if hasattr(given, "save_to_disk"):
-        return say("save it and pass the directory:\n{code}", code="given.save_to_disk('data'); legroom.open('data')")
-    save = (
-        "given.to_parquet('data.parquet'); legroom.open('data.parquet')"
-        if hasattr(given, "to_parquet")
-        else "numpy.save('data.npy', given); legroom.open('data.npy')"
-        if hasattr(given, "__array__")
-        else ""
-    )
-    if save:
-        return say("write it to a file and pass the path:\n{code}", code=save)
-    if isinstance(given, Mapping):
-        code = "legroom.freeze(given)"
-    elif hasattr(given, "__len__") and hasattr(given, "__getitem__"):
-        code = "legroom.freeze([given[i] for i in range(len(given))])"
-    else:
-        return ""
-    return say("for one copy of it that processes share, without a file:\n{code}", code=code)
 
 
 def _check(backing: str, hash: str) -> None:

@@ -23,6 +23,7 @@ from legroom.cache import (
     source_stamps_and_digests,
     store_free_space,
 )
+from legroom.cache.entry_users import entry_users
 from legroom.cache.eviction import last_used, least_recent_first
 from legroom.cache.find_or_build_entry import source_paths
 from legroom.cache.lease_and_map_entry import (
@@ -55,8 +56,6 @@ from legroom.errors import (
 from legroom.formats.detect import has_format, open_source
 from legroom.formats.file_reads_and_errors import make_room_for_files
 from legroom.messages import joined, listed, say, shown
-from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import process_at
 from legroom.records.cache_entry import Entry, EntryUser, StoreRoom, Verification
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath, is_url, object_url, without_credentials
@@ -509,7 +508,7 @@ def _verify(store: Store, key: str, matcher: SourceMatcher | None, named: Sequen
     if not manifest.paths:
         state, why = _not_checked(say("it was frozen from memory and has no source file"))
         return [Verification(entry, damaged, state, why)]
-    found = {}  # by the names that are shown
+    found: dict[tuple[str, ...], Verification] = {}  # by the names that are shown
     for paths in named:
         own = entry_record(manifest, store.backing, paths=paths).opened_as
         state, why = _not_checked(say("not requested")) if matcher is None else _source(matcher, manifest, paths)
@@ -575,53 +574,3 @@ def _remote_source(paths: Paths, manifest: Manifest) -> SourceState:
     if same is None:
         return "not-checked", say("the server gives the object no version, or another one for unknown content")
     return ("same", "") if same else ("changed", say("the server has another version of it now"))
-
-
-_AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ [0-9]+ +(/.*)$")
-
-
-def entry_users(root: Path, host: Host | None = None) -> dict[str, tuple[EntryUser, ...]] | None:
-    """By key, the processes that map an entry of the store at ``root``. None without /proc.
-
-    For display only: the entry's lock decides whether it is in use, also across namespaces.
-    """
-    host = host or Host()
-    pids = sorted(int(name) for name in host.names("/proc") if name.isascii() and name.isdecimal())
-    if not pids:
-        return None
-    found: dict[str, list[EntryUser]] = {}
-    for pid in pids:
-        text = host.text(f"/proc/{pid}/maps")
-        if text is None or f" {root}/" not in text:
-            continue
-        process = process_at(host, pid)
-        if process is None:
-            continue
-        keys = {key for line in text.split("\n") if (key := _key(line, root)) is not None}
-        private = private_bytes(host.text(f"/proc/{pid}/smaps"), root)
-        for key in keys:
-            own = None if private is None else private.get(key, 0)
-            found.setdefault(key, []).append(EntryUser(pid, process.command, own))
-    return {key: tuple(everybody) for key, everybody in found.items()}
-
-
-def private_bytes(smaps: str | None, root: Path) -> dict[str, int] | None:
-    """By key, the bytes of copy-on-write pages in the text of a smaps file. None if it is unreadable."""
-    if not smaps:
-        return None
-    sums: dict[str, int] = {}
-    key: str | None = None
-    for line in smaps.split("\n"):
-        if _AREA.match(line) or re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            key = _key(line, root)
-        elif key is not None and line.startswith("Anonymous:"):
-            sums[key] = sums.get(key, 0) + int(line.split()[1]) * 1024
-    return sums
-
-
-def _key(line: str, root: Path) -> str | None:
-    match = _AREA.match(line)
-    if match is None or not match[1].startswith(f"{root}/"):
-        return None
-    key = match[1].removeprefix(f"{root}/").partition("/")[0]
-    return key if is_key(key) else None
