@@ -36,6 +36,7 @@ Stores and entries:
 Commands:
     list_and_verify  ``legroom cache list``, ``info`` and ``verify``; which entries are stale
     drop_and_gc      ``legroom cache drop`` and ``gc``
+    entry_users      which processes map an entry
     list_gpu_copies  which processes have copies in GPU memory
     eviction         remove unused entries, least recently used first
 """

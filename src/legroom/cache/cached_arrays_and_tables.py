@@ -97,7 +97,7 @@ class CachedData(Mapping[str, Any]):
         if found is not None:
             table, column = found
             return table.array(column)
-        missing = missing_key(name, self._leaves(), say("the data"))
+        missing = missing_key(name, (*self._tables, *self._leaves()), say("the data"))
         if self._some:
             raise missing
         # The last step is to omit keys, and none were given.

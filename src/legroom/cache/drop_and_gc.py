@@ -12,17 +12,10 @@ import stat
 import time
 
 from legroom.cache import eviction, locks, source_digest_records, store_free_space
+from legroom.cache.entry_users import entry_users
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
 from legroom.cache.lease_and_map_entry import entry_exists
-from legroom.cache.list_and_verify import (
-    SourceMatcher,
-    What,
-    entry_users,
-    find_keys,
-    manifest_of,
-    not_loaded_error,
-    read_entry,
-)
+from legroom.cache.list_and_verify import SourceMatcher, What, find_keys, manifest_of, not_loaded_error, read_entry
 from legroom.cache.manifest import Manifest, is_key, reader_difference
 from legroom.cache.store_directories import (
     STORE_LOCK,
@@ -52,7 +45,8 @@ def drop(what: What = None, *, force: bool = False, dry_run: bool = False) -> Re
         wanted = find_keys(stores.distinct, what, SourceMatcher(stores.found))
         for store, keys in wanted.keys.items():
             for key in keys:
-                entry, size = read_entry(store, key), directory_bytes(store.fd, key)
+                entry = read_entry(store, key, paths=wanted.paths_of(key)[0])
+                size = directory_bytes(store.fd, key)
                 if entry is None:
                     continue
                 if (force or not entry.in_use) if dry_run else _remove(store, key, force=force):

@@ -50,7 +50,7 @@ from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.file_reads_and_errors import absolute
 from legroom.messages import joined, say
 from legroom.remote.remote_object import ObjectUrl, SourcePath, is_url, local_path, object_url
-from legroom.system.argument_checks import check_choice, check_path
+from legroom.system.argument_checks import check_choice, check_path, not_a_path
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.open_file_or_pipe import nothing_matches
 from legroom.system.processes_and_threads import legroom_disabled, release_freed_memory, split_into_maps
@@ -158,7 +158,6 @@ class _Reserve:
 _reserve = _Reserve()
 
 
-_GIVEN_SHOWN = 80  # characters
 _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
 _MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
@@ -274,29 +273,16 @@ def _named(path: Any) -> list[Where]:
     """
     if isinstance(path, (str, bytes, os.PathLike)):
         return [path]
-    listable = isinstance(path, Iterable) and not hasattr(path, "read") and not hasattr(path, "keys")
-    given = list(path) if listable else [path]
-    for one in given:
+    other = any(hasattr(path, name) for name in ("read", "keys", "save_to_disk")) or getattr(path, "ndim", 1) == 0
+    if other or not isinstance(path, Iterable):
+        raise not_a_path(path)
+    given: list[Where] = []
+    for one in path:
         if not isinstance(one, (str, bytes, os.PathLike)):
-            raise not_a_path(one)
+            # Of a dataset, what it gives first is read, and it is named itself: a sample says nothing.
+            raise not_a_path(one if isinstance(path, (list, tuple, set, Iterator)) else path)
+        given.append(one)
     return given
-
-
-def not_a_path(given: object) -> UsageError:
-    """The error for what is given in place of a path."""
-    fix = say("pass a path, a glob pattern or a list of paths")
-    if hasattr(given, "read"):
-        name = getattr(given, "name", None)
-        if isinstance(name, (str, os.PathLike)):
-            fix = say("pass its path: legroom.open({path!r})", path=os.fspath(name))
-        else:
-            fix = say("write its content to a file and pass the path")
-    shown = repr(given)
-    return UsageError(
-        say("{given} is not a path", given=shown if len(shown) <= _GIVEN_SHOWN else shown[:_GIVEN_SHOWN] + "…"),
-        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(given).__name__),
-        fix=(fix,),
-    )
 
 
 def _check(backing: str, hash: str) -> None:
@@ -332,7 +318,12 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
     memory = attached.backing == "shm"
     contents = DataContents(
         entry=entry_record(
-            manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
+            manifest,
+            attached.backing,
+            store=os.fspath(attached.root),
+            in_use=True,
+            last_used=time.time(),
+            paths=request.paths,
         ),
         arrays=attached.arrays,
         tables=attached.tables,

@@ -30,7 +30,7 @@ from legroom.formats.base_reader import ArraySpec, TableSpec
 from legroom.messages import say
 from legroom.records.cache_entry import Entry, EntryArray, EntryTable, EntryUser
 from legroom.records.finding_and_alarm import Finding
-from legroom.remote.remote_object import is_url
+from legroom.remote.remote_object import SourcePath, is_url
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
 _MOST_MANIFEST = 256 << 20
@@ -333,8 +333,10 @@ def entry_record(
     in_use: bool | None = None,
     users: tuple[EntryUser, ...] | None = None,
     last_used: float | None = None,
+    paths: Sequence[SourcePath] = (),
 ) -> Entry:
-    """The record of a stored entry."""
+    """The record of a stored entry. ``paths``: those by which its content was found, if any."""
+    named = tuple(map(os.fspath, paths))
     return Entry(
         key=manifest.key,
         sources=manifest.paths,
@@ -353,6 +355,7 @@ def entry_record(
         last_used=last_used,
         built_by=manifest.built_by,
         outdated=outdated(manifest),
+        opened_as=() if set(named) <= set(manifest.paths) else named,
         versions=tuple(
             stamp for path, stamp in zip(manifest.paths, manifest.stamps, strict=True) if "://" in path and is_url(path)
         ),

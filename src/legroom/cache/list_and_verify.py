@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from legroom.cache import (
     source_stamps_and_digests,
     store_free_space,
 )
+from legroom.cache.entry_users import entry_users
 from legroom.cache.eviction import last_used, least_recent_first
 from legroom.cache.find_or_build_entry import source_paths
 from legroom.cache.lease_and_map_entry import (
@@ -55,8 +56,6 @@ from legroom.errors import (
 from legroom.formats.detect import has_format, open_source
 from legroom.formats.file_reads_and_errors import make_room_for_files
 from legroom.messages import joined, listed, say, shown
-from legroom.probe.host_files_and_syscalls import Host
-from legroom.probe.process_and_limits import process_at
 from legroom.records.cache_entry import Entry, EntryUser, StoreRoom, Verification
 from legroom.records.finding_and_alarm import Finding
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath, is_url, object_url, without_credentials
@@ -225,7 +224,8 @@ def listing(what: What = None, *, with_users: bool = False) -> Listing:
         for store, keys in wanted.keys.items():
             people = entry_users(store.root) if with_users and keys else None
             for key in keys:
-                entry = read_entry(store, key, people.get(key, ()) if people is not None else None)
+                users = people.get(key, ()) if people is not None else None
+                entry = read_entry(store, key, users, paths=wanted.paths_of(key)[0])
                 if entry is not None:
                     found.append(entry)
         return Listing(tuple(found), tuple(map(_room, stores.distinct)), stores.findings, wanted.missing)
@@ -297,6 +297,11 @@ class FoundKeys:
     keys: dict[Store, list[str]]
     names: tuple[str, ...]  # empty: everything was asked for
     missing: tuple[str, ...]
+    paths: Mapping[str, list[Paths]] = field(default_factory=dict)  # of a key: the files that have its content
+
+    def paths_of(self, key: str) -> list[Paths]:
+        """The files that were named for it, each with its content; (): those it was built from."""
+        return self.paths.get(key) or [()]
 
 
 def find_keys(stores: Sequence[Store], what: What, matcher: SourceMatcher, *, earlier: bool = False) -> FoundKeys:
@@ -306,27 +311,39 @@ def find_keys(stores: Sequence[Store], what: What, matcher: SourceMatcher, *, ea
     ``earlier``: a file without an entry of its current content stands for those of its earlier content.
     """
     if what is None:
-        return FoundKeys({store: matching_keys(store, None, matcher) for store in stores}, (), ())
+        return FoundKeys({store: [old.key for old in least_recent_first(store)] for store in stores}, (), ())
     given: Sequence[Where] = [what] if isinstance(what, (str, os.PathLike)) else what
     names = tuple(dict.fromkeys(os.fspath(name) for name in given))
     keys: dict[Store, dict[str, None]] = {store: {} for store in stores}  # in order, each once
     missing = []
+    paths: dict[str, list[Paths]] = {}
+
+    def add(found: Mapping[Store, MatchingKeys]) -> bool:
+        for store, matching in found.items():
+            keys[store] |= dict.fromkeys(matching.keys)
+            for key in matching.keys:
+                if matching.paths not in (several := paths.setdefault(key, [])):
+                    several.append(matching.paths)
+        return any(matching.keys for matching in found.values())
+
     for name in names:
-        found = {store: matching_keys(store, name, matcher) for store in stores}
-        if earlier and _is_source(name) and not any(found.values()):
-            found = {store: keys_built_from(store, source_paths(name)) for store in stores}
-        if not any(found.values()):
+        there = add({store: matching_keys(store, name, matcher) for store in stores})
+        if not there and earlier and _is_source(name):
+            there = add({store: MatchingKeys(keys_built_from(store, source_paths(name))) for store in stores})
+        if not there:
             missing.append(name)
-        for store in stores:
-            keys[store] |= dict.fromkeys(found[store])
     sources = [name for name in names if _is_source(name)]
-    if len(sources) > 1:
-        found = {store: _keys_of_paths(store, source_paths(sources), matcher) for store in stores}
-        if any(found.values()):
-            missing = [name for name in missing if name not in sources]
-        for store in stores:
-            keys[store] |= dict.fromkeys(found[store])
-    return FoundKeys({store: list(these) for store, these in keys.items()}, names, tuple(missing))
+    if len(sources) > 1 and add({store: _keys_of_paths(store, source_paths(sources), matcher) for store in stores}):
+        missing = [name for name in missing if name not in sources]
+    return FoundKeys({store: list(these) for store, these in keys.items()}, names, tuple(missing), paths)
+
+
+@dataclass(frozen=True, slots=True)
+class MatchingKeys:
+    """The keys of one store that a name stands for."""
+
+    keys: list[str]
+    paths: Paths = ()  # the files that have the content of these entries now, where the name is theirs
 
 
 def _is_source(name: Where) -> bool:
@@ -334,10 +351,8 @@ def _is_source(name: Where) -> bool:
     return is_url(os.fspath(name)) or os.path.lexists(os.path.expanduser(name))
 
 
-def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> list[str]:
-    """The keys in a store that match a key, its first digits, or a file; None: all, least recently used first."""
-    if what is None:
-        return [old.key for old in least_recent_first(store)]
+def matching_keys(store: Store, what: Where, matcher: SourceMatcher) -> MatchingKeys:
+    """The keys in a store that match a key, its first digits, or a file, least recently used first."""
     text = os.fspath(what)
     if not os.path.lexists(text) and _BEGINS_KEY.fullmatch(text):
         found = [old.key for old in least_recent_first(store) if old.key.startswith(text)]
@@ -346,23 +361,24 @@ def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> l
                 say("{text} matches several entries", text=text), why=listed(found), fix=(say("give more digits"),)
             )
         if found:  # else it may be a name: of "face.features" or "decade" too
-            return [text] if text in found else found
+            return MatchingKeys([text] if text in found else found)
     if not os.path.lexists(text) and (named := keys_named(store, text)):
-        return named
+        return MatchingKeys(named)
     return _keys_of_paths(store, source_paths(what), matcher)
 
 
-def _keys_of_paths(store: Store, paths: Sequence[SourcePath], matcher: SourceMatcher) -> list[str]:
+def _keys_of_paths(store: Store, paths: Paths, matcher: SourceMatcher) -> MatchingKeys:
     gone = len(paths) == 1 and isinstance(paths[0], Path) and not os.path.lexists(paths[0])
     try:
         # The file may have been removed while its entry still exists.
-        return keys_built_from(store, paths) if gone else keys_of_content(store, paths, matcher)
+        if not gone:
+            return MatchingKeys(keys_of_content(store, paths, matcher), paths)
     except RemoteError:  # not reachable now: those that were built from it
         pass
     except (FormatPluginFailed, UnreadableSource):  # the format of a directory may be of a package that is gone
         if not any(isinstance(path, Path) and path.is_dir() for path in paths):
             raise
-    return keys_built_from(store, paths)
+    return MatchingKeys(keys_built_from(store, paths))
 
 
 def keys_named(store: Store, name: str) -> list[str]:
@@ -417,8 +433,10 @@ def _is_named(store: Store, key: str, folder: int) -> bool:
         return False
 
 
-def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
-    """One entry as it is now. None if it is gone."""
+def read_entry(
+    store: Store, key: str, people: tuple[EntryUser, ...] | None = None, *, paths: Paths = ()
+) -> Entry | None:
+    """One entry as it is now. None if it is gone. ``paths``: the files that it was found by."""
     manifest = manifest_of(store, key)
     if manifest is None:
         return None
@@ -436,6 +454,7 @@ def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = No
         in_use=is_locked(store, lock_name(key)),
         users=people,
         last_used=last_used(store, key),
+        paths=paths,
     )
 
 
@@ -452,46 +471,56 @@ def verify(what: What = None, *, source: bool = True) -> tuple[Verification, ...
             raise not_loaded_error(wanted.missing[0], stores.findings)
         for store, keys in wanted.keys.items():
             for key in keys:
-                result = _verify(store, key, matcher if source else None)
-                if result is not None:
-                    found.append(result)
+                result = _verify(store, key, matcher if source else None, wanted.paths_of(key))
+                found.extend(result)
         if wanted.names and not found:  # removed meanwhile
             raise not_loaded_error(wanted.names[0], stores.findings)
     return tuple(found)
 
 
-def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verification | None:
+def _verify(store: Store, key: str, matcher: SourceMatcher | None, named: Sequence[Paths]) -> list[Verification]:
+    """Check one entry, and each of the files that were named for it."""
     in_use = is_locked(store, lock_name(key))  # before its own lease
     lock = lease(store, key, create=True)  # it must not be dropped while it is read
     assert lock is not None
     with lock, entry_errors(store, key):
         entry = read_entry(store, key)
         if entry is None:
-            return None
+            return []
         entry = replace(entry, in_use=in_use)
         if entry.unreadable is not None:
-            return Verification(entry, (), "not-checked", entry.unreadable)
+            return [Verification(entry, (), "not-checked", entry.unreadable)]
         if entry.damaged is not None:
-            return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
+            return [Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))]
         try:
             with opened_entry(store, key) as folder:
                 manifest = read_manifest(folder, key)
                 damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except FileNotFoundError:
-            return None
+            return []
         except (Damaged, OtherFormat) as problem:
-            return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
+            return [Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))]
         except OSError as problem:
             if is_resource_shortage(problem):
                 raise
             unreadable = problem.strerror or str(problem)
-            return Verification(replace(entry, unreadable=unreadable), (), "not-checked", unreadable)
-    if matcher is None:
-        return Verification(entry, damaged, "not-checked", say("not requested"))
+            return [Verification(replace(entry, unreadable=unreadable), (), "not-checked", unreadable)]
     if not manifest.paths:
-        return Verification(entry, damaged, "not-checked", say("it was frozen from memory and has no source file"))
-    state, why = _source(matcher, manifest)
-    return Verification(entry, damaged, state, why)
+        state, why = _not_checked(say("it was frozen from memory and has no source file"))
+        return [Verification(entry, damaged, state, why)]
+    found: dict[tuple[str, ...], Verification] = {}  # by the names that are shown
+    for paths in named:
+        own = entry_record(manifest, store.backing, paths=paths).opened_as
+        state, why = _not_checked(say("not requested")) if matcher is None else _source(matcher, manifest, paths)
+        found.setdefault(own, Verification(replace(entry, opened_as=own), damaged, state, why))
+    return list(found.values())
+
+
+SourceState = tuple[Literal["same", "changed", "missing", "not-checked"], str]
+
+
+def _not_checked(why: str) -> SourceState:
+    return "not-checked", why
 
 
 def _whole(folder: int, item: Array | Table) -> bool:
@@ -516,17 +545,16 @@ def _gone(path: str) -> bool:
     return False
 
 
-def _source(
-    matcher: SourceMatcher, manifest: Manifest
-) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
-    paths = recorded_paths(manifest.paths)
+def _source(matcher: SourceMatcher, manifest: Manifest, named: Paths = ()) -> SourceState:
+    """Compare the files that were named, else those that the entry was built from, with its digest."""
+    paths = named or recorded_paths(manifest.paths)
     if any(isinstance(path, ObjectUrl) for path in paths):
         return _remote_source(paths, manifest)
     try:
         source = current_source(paths, manifest)
         now = matcher.digest(source, manifest.hash)
     except SourceError as problem:
-        if any(_gone(path) for path in manifest.paths):
+        if any(_gone(os.fspath(path)) for path in paths):
             return "missing", problem.why
         unknown = isinstance(problem, (FormatPluginFailed, UnreadableSource))  # it may be unchanged
         return ("not-checked" if unknown else "changed"), problem.why
@@ -535,9 +563,7 @@ def _source(
     return "changed", say("its {hash} is now {now}", hash=manifest.hash, now=now)
 
 
-def _remote_source(
-    paths: Paths, manifest: Manifest
-) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
+def _remote_source(paths: Paths, manifest: Manifest) -> SourceState:
     """Compare the versions of remote objects with those that were loaded. Their content is not read again."""
     try:
         same = same_versions(source_stamps_and_digests.stamp_source(paths, ask=True), manifest)
@@ -548,53 +574,3 @@ def _remote_source(
     if same is None:
         return "not-checked", say("the server gives the object no version, or another one for unknown content")
     return ("same", "") if same else ("changed", say("the server has another version of it now"))
-
-
-_AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ [0-9]+ +(/.*)$")
-
-
-def entry_users(root: Path, host: Host | None = None) -> dict[str, tuple[EntryUser, ...]] | None:
-    """By key, the processes that map an entry of the store at ``root``. None without /proc.
-
-    For display only: the entry's lock decides whether it is in use, also across namespaces.
-    """
-    host = host or Host()
-    pids = sorted(int(name) for name in host.names("/proc") if name.isascii() and name.isdecimal())
-    if not pids:
-        return None
-    found: dict[str, list[EntryUser]] = {}
-    for pid in pids:
-        text = host.text(f"/proc/{pid}/maps")
-        if text is None or f" {root}/" not in text:
-            continue
-        process = process_at(host, pid)
-        if process is None:
-            continue
-        keys = {key for line in text.split("\n") if (key := _key(line, root)) is not None}
-        private = private_bytes(host.text(f"/proc/{pid}/smaps"), root)
-        for key in keys:
-            own = None if private is None else private.get(key, 0)
-            found.setdefault(key, []).append(EntryUser(pid, process.command, own))
-    return {key: tuple(everybody) for key, everybody in found.items()}
-
-
-def private_bytes(smaps: str | None, root: Path) -> dict[str, int] | None:
-    """By key, the bytes of copy-on-write pages in the text of a smaps file. None if it is unreadable."""
-    if not smaps:
-        return None
-    sums: dict[str, int] = {}
-    key: str | None = None
-    for line in smaps.split("\n"):
-        if _AREA.match(line) or re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            key = _key(line, root)
-        elif key is not None and line.startswith("Anonymous:"):
-            sums[key] = sums.get(key, 0) + int(line.split()[1]) * 1024
-    return sums
-
-
-def _key(line: str, root: Path) -> str | None:
-    match = _AREA.match(line)
-    if match is None or not match[1].startswith(f"{root}/"):
-        return None
-    key = match[1].removeprefix(f"{root}/").partition("/")[0]
-    return key if is_key(key) else None

@@ -44,7 +44,7 @@ JOIN = "join"  # stands beside the formats of several sources that are one datas
 
 # By the name of the format, as in formats/detect.py, and of how sources are joined; all others have revision 1.
 REVISIONS = {
-    "webdataset": 2,  # a link to a file of the same archive is that file; before, its sample was missing
+    "webdataset": 3,  # a link to a file of the same archive is that file; ._ files belong to no sample
     "imagefolder": 2,  # directories that begin with a dot are no classes, ._ files are no images
     "torch": 3,  # conj and neg bits, two tensors of one name are refused; tensors below tuples are found, or refused
     "npz": 2,  # members have the names by which numpy finds them

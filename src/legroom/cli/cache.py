@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import sys
 import time
@@ -132,7 +131,7 @@ def load(
             seconds = time.perf_counter() - started
             loaded.append(entry_object(data.info) | {"seconds": seconds, "built": bar.moved})
             if not as_json:
-                click.echo(row(loaded_line(data.info, seconds, built=bar.moved, asked=group[0])))
+                click.echo(row(loaded_line(data.info, seconds, built=bar.moved)))
     if as_json:
         errors = [{"source": name, **error.as_dict()} for name, error in failed]
         told = {"error": failed[0][1].as_dict(), "errors": errors} if failed else {}
@@ -316,7 +315,7 @@ class Bar:
 def entry_object(entry: Entry) -> dict[str, Any]:
     """An entry for JSON."""
     whole = dataclasses.asdict(entry)
-    whole["source"] = entry.sources[0] if entry.sources else None
+    whole["source"] = entry.names[0] if entry.names else None
     return whole
 
 
@@ -443,9 +442,16 @@ def _source(entry: Entry) -> str:
         return say("{name} ({what})", name=shown(str(about["name"])), what=told) if "name" in about else told
     if not entry.sources:
         return say("source unknown")
-    if len(entry.sources) == 1:
-        return shown(entry.sources[0])
-    return say("{first} and {count} more", first=shown(entry.sources[0]), count=len(entry.sources) - 1)
+    if entry.opened_as:
+        path, name = _files(entry.opened_as), _files(entry.sources)
+        return say("{path} (same content as {name} when that was loaded)", path=path, name=name)
+    return _files(entry.sources)
+
+
+def _files(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return shown(paths[0])
+    return say("{first} and {count} more", first=shown(paths[0]), count=len(paths) - 1)
 
 
 def _attribute_lines(attributes: Mapping[str, Any], indent: str) -> list[str]:
@@ -478,14 +484,9 @@ def _size_and_store(entry: Entry) -> str:
     return say("{size} in {backing}", size=size, backing=entry.backing)
 
 
-def loaded_line(entry: Entry, seconds: float, *, built: bool, asked: str = "") -> str:
-    """One line about one load; ``asked``: the path, which the entry does not have where it is of a copy."""
-    from legroom.formats.file_reads_and_errors import absolute  # imports numpy
-
+def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
+    """One line about one load."""
     name = _source(entry) if entry.sources else entry.key
-    path = str(absolute(asked))
-    if len(entry.sources) == 1 and os.path.isfile(asked) and path != entry.sources[0]:
-        name = say("{path} (same content as {name})", path=path, name=name)
     what = say("{name}: {why}", name=name, why=_size_and_store(entry))
     if not built:
         return say("{what}, already in the cache ({time})", what=what, time=format_duration(seconds))
@@ -545,7 +546,7 @@ def verified_object(result: Verification) -> dict[str, Any]:
     """One verification for JSON."""
     return {
         "key": result.entry.key,
-        "source": result.entry.sources[0] if result.entry.sources else None,
+        "source": result.entry.names[0] if result.entry.names else None,
         "whole": result.whole,
         "damaged": list(result.damaged),
         "source_state": result.source,

@@ -550,6 +550,8 @@ class Candidate:
         """The names in a zip archive; of any other file none."""
         if not self.head.startswith(_ZIP):
             return frozenset()
+        if self.dtype is not None and not lazy_import("legroom.formats.unsupported_file_types").is_zip(self.file):
+            return frozenset()  # tokens may begin like this by chance
         return frozenset(info.filename for info in lazy_import("legroom.formats.npy_reader").member_infos(self.file))
 
 

@@ -159,6 +159,14 @@ def _hf_dataset_files(path: Path) -> list[Path]:
 _IMAGE_FOLDER = Format(
     "imagefolder", "legroom.formats.image_folder_reader:ImageFolderReader", phrase("folders of images by class")
 )
+_TOKENS = Format(
+    "tokens",
+    "legroom.formats.token_reader:TokenReader",
+    phrase("token files"),
+    recognizes=_is_tokens,
+    at_offsets=True,
+    takes_dtype=True,
+)
 # Asked in this order; the first that recognizes a file reads it.
 FORMATS = (
     Format(  # first: the names and files in it may look like other formats
@@ -267,14 +275,7 @@ FORMATS = (
         at_offsets=True,
         takes_dtype=True,
     ),
-    Format(
-        "tokens",
-        "legroom.formats.token_reader:TokenReader",
-        phrase("token files"),
-        recognizes=_is_tokens,
-        at_offsets=True,
-        takes_dtype=True,
-    ),
+    _TOKENS,
     _IMAGE_FOLDER,
 )
 
@@ -316,8 +317,6 @@ def _open(
             why=say("its format, {kind}, states the types of its arrays", kind=plain.name),
             fix=(say("omit dtype="),),
         )
-    if isinstance(known, PluginFormat):
-        return known.open(path, selection, memory)
     return known.open(path, selection, memory, dtype)
 
 
@@ -337,7 +336,9 @@ def _is_directory(path: Path) -> bool:
 def _file_format(candidate: Candidate) -> Format | PluginFormat:
     for known in FORMATS:
         if known.recognizes is not None and known.recognizes(candidate):
-            return known
+            # Nothing but the caller's dtype speaks for flat tokens.
+            plugin = find_plugin(lambda one: one.recognizes(candidate), candidate.path)[0] if known is _TOKENS else None
+            return plugin or known
     plugin, broken = find_plugin(lambda one: one.recognizes(candidate), candidate.path)
     if plugin is None:
         raise _unknown(candidate, broken)

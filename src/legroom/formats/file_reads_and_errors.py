@@ -16,6 +16,7 @@ import shlex
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,13 +27,14 @@ import numpy as np
 from legroom.errors import DamagedSource, SourceChanged, UnreadableSource
 from legroom.messages import harmless, joined, say
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
-from legroom.units import format_size
+from legroom.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from legroom.formats.fill_output_arrays import Array
 
 _FILES_OF_READER = 2  # open at once: by HDF5 and by us
 _FILES_BESIDE = 512  # of the rest of the program
+_YOUNG = 5.0  # seconds since a file changed in which another process may still be writing it
 _MOST_AT_ONCE = 1 << 30  # macOS refuses reads of 2 GB and more
 
 
@@ -388,10 +390,21 @@ def _damage(path: Path, what: str, why: str, fix: str) -> DamagedSource:
     """The error, unless another file is in this one's place: a Git LFS pointer, a part of a download."""
     found = lazy_import("legroom.formats.unsupported_file_types").stands_in(path)
     if found is None:
-        return DamagedSource(what, why=why, fix=(fix,))
+        return DamagedSource(what, why=why, fix=(fix, *_wait_until_written(path)))
     if found.by_name:
         return DamagedSource(what, why=joined((why, found.why)), fix=found.fix)
     return DamagedSource(say("cannot read {path}", path=path), why=found.why, fix=found.fix)
+
+
+def _wait_until_written(path: Path) -> tuple[str, ...]:
+    """What to do if the file ends too early, or has no end yet, because a process is still writing it."""
+    try:
+        age = time.time() - os.stat(path).st_mtime
+    except (OSError, ValueError):
+        return ()
+    if not 0 <= age < _YOUNG or path in _arriving:
+        return ()
+    return (say("or wait until it is written: it changed {age} ago", age=format_duration(age)),)
 
 
 def invalid_text(what: str, problem: UnicodeDecodeError, *fix: str) -> DamagedSource:

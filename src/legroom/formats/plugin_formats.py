@@ -1,16 +1,19 @@
 """Formats that other packages add, each by an entry point of the group ``legroom.formats`` that leads to a Format.
 
-They are looked up only for a file that none of our own formats recognizes. A reader of another package is checked and
+They are looked up only for a file that none of our own formats recognizes, and for one that is flat tokens only because
+the caller gave their type. A reader of another package is checked and
 its errors are translated by PluginReader, so that the rest of Legroom need not know whose reader it has.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,9 +66,9 @@ class PluginFormat:
             _require(bool(found) and all(path in one.parents for one in found), "directory_files: none below the path")
             return found
 
-    def open(self, path: Path, selection: Selection, memory: DecodingMemory) -> BaseReader:
+    def open(self, path: Path, selection: Selection, memory: DecodingMemory, dtype: str | None = None) -> BaseReader:
         with plugin_errors(self.package, path):
-            reader = self.format.open(path, selection, memory)
+            reader = self.format.open(path, selection, memory, dtype)
             if not isinstance(reader, BaseReader):
                 raise TypeError(f"{type(reader).__name__} is not a subclass of BaseReader")
         return PluginReader(reader, self)
@@ -122,12 +125,25 @@ def _update(broken: BrokenPackage) -> str:
 
 
 def _entry_points(path: Path) -> Iterator[tuple[str, Callable[[], PluginFormat]]]:
+    for point in _registered(tuple((folder, _changed_at(folder)) for folder in sys.path)):
+        package = point.dist.name if point.dist is not None else str(point.value)
+        yield package, partial(_load, point, package, path)
+
+
+@lru_cache(maxsize=1)
+def _registered(_: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    """The entry points of the folders of sys.path as they are now: looking them up takes milliseconds for each file."""
     with import_lock:
         from importlib import metadata
 
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda one: (one.name, one.value)):
-        package = point.dist.name if point.dist is not None else str(point.value)
-        yield package, partial(_load, point, package, path)
+    return tuple(sorted(metadata.entry_points(group=GROUP), key=lambda one: (one.name, one.value)))
+
+
+def _changed_at(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _load(point: Any, package: str, path: Path) -> PluginFormat:

@@ -2,8 +2,9 @@
 
 Files in a row with the same name up to the first dot of the last path component are one sample. What follows the dot,
 in lower case, is a column: a ragged array of bytes. ``__key__`` is the samples' names. Names without a dot, names in
-double underscores, directories and devices are skipped, as the webdataset package does. It raises for a
-file that a sample has twice; so does this. A sample that lacks a column is refused, because a row of a ragged array
+double underscores, directories and devices are skipped, as the webdataset package does. What macOS keeps beside a file
+(AppleDouble, ._NAME) is skipped as well: webdataset makes samples of it. It raises for a file that a sample has twice;
+so does this. A sample that lacks a column is refused, because a row of a ragged array
 can be empty but not missing.
 
 webdataset skips links, so their samples are missing there. Here a link to a file of the same archive is that file, as
@@ -28,7 +29,7 @@ from legroom.formats.file_reads_and_errors import SourceFile, are_among, changed
 from legroom.formats.fill_output_arrays import Array
 from legroom.formats.gather_byte_ranges import GrowingMemory, SlabReader, gather_ranges, ragged_specs, slabs_of_rows
 from legroom.formats.tar_members import LINKS, Links, members
-from legroom.messages import listed, say, shown
+from legroom.messages import say
 
 log = logging.getLogger("legroom")
 KEY = "__key__"
@@ -53,11 +54,14 @@ class TarReader(SlabReader):
 
     def _describe(self) -> Description:
         index = _Index(self)
+        skipped = 0
         with self.opened() as file:
             links: Links | None = None
             for number, member in enumerate(members(file)):
                 kind, name, start, size, _ = member
-                if kind == b"0":
+                if is_apple_double(name):
+                    skipped += kind == b"0"
+                elif kind == b"0":
                     index.add(name, start, size)
                 elif kind in LINKS and split_name(name)[0] is not None:
                     links = links or Links(file, index.memory)
@@ -68,6 +72,14 @@ class TarReader(SlabReader):
                         index.add(name, *leads)
         index.finish()
         index.warn_of_dots_in_keys()
+        if skipped:
+            log.info(
+                "%s",
+                say(
+                    "{path}: {count} files named ._* are skipped, which macOS writes beside others (AppleDouble)",
+                    path=self.path, count=skipped,
+                ),
+            )  # fmt: skip
         if not index.seen:
             raise UnsupportedData(
                 say("{path} has no samples", path=self.path),
@@ -240,11 +252,13 @@ class _Index:
         if apart := self._scattered(key, column):
             return apart
         common = [name for name in self.columns if name != column]
-        return self._refused(
-            key,
-            say("it has no {name!r}, which sample {other!r} has", name="." + column, other=other),
-            say("load only what all samples have: keys=[{keys}]", keys=listed(map(shown, common or [KEY]))),
-        )
+        why = say("it has no {name!r}, which sample {other!r} has", name="." + column, other=other)
+        if hidden := next((one for one in (key, other) if one.endswith("/")), None):  # all that it has are such files
+            why = say("{why}; {key!r} are the files in {key} whose names begin with a dot", why=why, key=hidden)
+            fix = say("write the archive without them: {command}", command="tar --exclude='.[!/]*' -cf …")
+            return self._refused(key, why, fix)
+        keys = ", ".join(map(repr, common or [KEY]))
+        return self._refused(key, why, say("load only what all samples have: keys=[{keys}]", keys=keys))
 
     def _scattered(self, key: str, column: str) -> UnsupportedData | None:
         """The error for a sample that lacks a column because its file stands elsewhere in the archive; else None."""
@@ -255,7 +269,7 @@ class _Index:
             with self._reader.opened() as file:
                 for kind, name, *_ in members(file):
                     one, its_column = split_name(name)
-                    if one is None or not (kind == b"0" or kind in LINKS):
+                    if one is None or is_apple_double(name) or not (kind == b"0" or kind in LINKS):
                         continue
                     if one == key:
                         runs = [*runs[:-1], (runs[-1][0], name)] if last == key else [*runs, (name, name)]
@@ -282,6 +296,11 @@ class _Index:
         return UnsupportedData(
             say("cannot read sample {key!r} of {path}", key=key, path=self._path), why=why, fix=(fix,)
         )
+
+
+def is_apple_double(name: str) -> bool:
+    """Whether a file has what macOS keeps beside another one, by its name."""
+    return name.startswith("._", name.rfind("/") + 1)
 
 
 def split_name(name: str) -> tuple[str | None, str]:

@@ -179,8 +179,9 @@ _HEADER = 1024
 
 def token_dtype(given: Any) -> str:
     """The dtype of a flat token file in one spelling: an integer, little-endian unless it says otherwise."""
+    name = str(given)
     try:
-        dtype = np.dtype(given)
+        dtype = np.dtype(name.removeprefix("torch.") if name.startswith("torch.") else given)
     except (TypeError, ValueError, SyntaxError):
         dtype = np.dtype("V1")
     if dtype.kind not in "iu" or dtype.shape:
@@ -219,11 +220,17 @@ class TokenReader(FileReader):
         assert given is not None  # detect.py
         stored = np.dtype(given)
         if file.size % stored.itemsize:
-            error = damaged(
-                self.path,
-                f"its {file.size} bytes are not a whole number of {stored.name} tokens of {stored.itemsize} bytes",
+            why = say(
+                "its {size} bytes are {count} tokens of {width} bytes, and {rest} more",
+                size=file.size, count=file.size // stored.itemsize, width=stored.itemsize,
+                rest=file.size % stored.itemsize,
+            )  # fmt: skip
+            error = damaged(self.path, why)
+            raise type(error)(
+                say("dtype={dtype!r} does not divide the size of {path}", dtype=dtype_name(given), path=self.path),
+                why=error.why,
+                fix=(say("pass the dtype it was written with"), *error.fix),
             )
-            raise type(error)(error.what, why=error.why, fix=(say("pass the dtype it was written with"), *error.fix))
         return 0, file.size // stored.itemsize, stored
 
     def _describe(self) -> Description:

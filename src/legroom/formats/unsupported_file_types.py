@@ -20,6 +20,7 @@ from typing import Any
 from legroom.errors import LegroomError
 from legroom.formats.file_reads_and_errors import SourceFile
 from legroom.messages import phrase, say
+from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
 _LOOK = 4096  # bytes at the start of a file
@@ -89,8 +90,51 @@ def unsupported_type(file: SourceFile) -> Unsupported | None:
 
 
 def never_tokens(file: SourceFile) -> Unsupported | None:
-    """The same for a file that was given as flat tokens: only by marks that tokens do not have by chance."""
+    """The same for a file that was given as flat tokens: only by marks that tokens do not have by chance.
+
+    The marks of gzip and zip are two or three bytes: what follows decides.
+    """
+    head = file.read_at(0, min(4, file.size))
+    if (head.startswith(_GZIP) and not _is_gzip(file)) or (head.startswith(ZIP) and not is_zip(file)):
+        return None
     return _found(file, [one for one in TYPES if one.never_tokens], by_name=False)
+
+
+_GZIP = b"\x1f\x8b\x08"
+ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_GZIP_LOOK, _MOST_PLAIN = 1 << 16, 1 << 20  # compressed bytes that are decompressed, and their result
+
+
+def _is_gzip(file: SourceFile) -> bool:
+    """Whether what follows the mark of gzip can be decompressed, as far as it is read."""
+    data = file.read_at(0, min(_GZIP_LOOK, file.size))
+    flags = data[3] if len(data) > 10 else 0xFF
+    if flags & 0xE0:
+        return False
+    at = 10
+    if flags & 4:  # an extra field
+        at += 2 + int.from_bytes(data[at : at + 2], "little")
+    for flag in (8, 16):  # a name, a comment
+        at = data.find(b"\0", at) + 1 if flags & flag else at
+        if not at:
+            return False
+    at += 2 if flags & 2 else 0
+    zlib = lazy_import("legroom.formats.decompress_deflate").zlib_module()
+    stream = zlib.decompressobj(-15)
+    try:
+        plain = stream.decompress(data[at:], _MOST_PLAIN)
+    except zlib.error:
+        return False
+    tail = stream.unused_data[:8]  # the checksum and the length
+    if not stream.eof or len(tail) < 8:
+        return bool(plain)
+    return bool(struct.unpack("<II", tail) == (zlib.crc32(plain), len(plain)))
+
+
+def is_zip(file: SourceFile) -> bool:
+    """Whether the file has the end of a zip archive."""
+    with file.as_stream() as stream:
+        return bool(lazy_import("zipfile").is_zipfile(stream))
 
 
 def stands_in(path: Path) -> Unsupported | None:
@@ -395,7 +439,7 @@ TYPES = (
     FileType("lz4", (b"\x04\x22\x4d\x18",), why=_WHOLE, fix=_DECOMPRESS, command="unlz4", never_tokens=True),
     _python(
         "Excel", "pandas", "pandas.read_excel({path}).to_parquet({out.parquet})",
-        b"PK\x03\x04", facts=_named(".xlsx", ".xlsm"),
+        b"PK\x03\x04", facts=_named(".xlsx", ".xlsm"), never_tokens=True,
     ),
     _python(
         "Excel", "pandas", "pandas.read_excel({path}).to_parquet({out.parquet})",
@@ -403,10 +447,11 @@ TYPES = (
     ),
     FileType(
         "zip",
-        (b"PK\x03\x04", b"PK\x05\x06"),
+        ZIP,
         why=phrase("it is a zip archive without .npy members"),
         fix=(phrase("extract it and pass one of its files"),),
         converts=True,
+        never_tokens=True,
     ),
     FileType(
         "7z",

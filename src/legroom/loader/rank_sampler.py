@@ -97,7 +97,7 @@ def warn_of_no_batches(rows: int, batch_size: int, world_size: int, uneven: Unev
         log.warning(
             "%s",
             say(
-                "an epoch has no batches: {rows} on each rank are fewer than batch_size={size}, and drop_last=True "
+                "an epoch has no batches: batch_size={size} is more than the {rows} of each rank, and drop_last=True "
                 "drops smaller batches. Pass batch_size={each} or less, or drop_last=False",
                 rows=counted(each, *_ROWS), size=batch_size, each=each,
             ),
@@ -106,7 +106,7 @@ def warn_of_no_batches(rows: int, batch_size: int, world_size: int, uneven: Unev
         log.warning(
             "%s",
             say(
-                "an epoch has no batches: there are {rows} for {ranks}, and uneven='drop' drops the rows that do not "
+                "an epoch has no batches of {rows} for {ranks}: uneven='drop' drops the rows that do not "
                 "divide evenly. Pass uneven='pad'",
                 rows=counted(rows, *_ROWS), ranks=counted(world_size, *RANKS),
             ),
@@ -222,8 +222,15 @@ def _numbered(rows: Iterable[int], total: int) -> ChosenRows:
     if isinstance(rows, (list, tuple)) and given.dtype != bool and any(isinstance(one, _BOOLS) for one in rows):
         raise _not_rows(rows, say("row numbers and True or False are mixed"))
     if given.dtype == bool and given.shape != (total,):
-        raise _not_rows(
-            rows, say("a mask of {shape} values was given, for {total} rows", shape=list(given.shape), total=total)
+        raise UsageError(
+            say(
+                "rows is a mask of {shape} values for {total} rows", shape="×".join(map(str, given.shape)), total=total
+            ),
+            why=say("a mask has one value for each row, True for those to use"),
+            fix=(
+                say("pass a mask of {total} values", total=total),
+                say("pass row numbers, for example {example}", example="rows=numpy.flatnonzero(mask)"),
+            ),
         )
     if given.ndim != 1 or given.dtype.kind not in "biu":
         raise _not_rows(rows, say("{dtype} of shape {shape} was given", dtype=given.dtype, shape=list(given.shape)))

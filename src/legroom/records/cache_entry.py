@@ -60,6 +60,12 @@ class Entry:
     unreadable: str | None = None  # why it could not be read; no proof of damage
     versions: tuple[str, ...] = ()  # of remote sources: what their stores vouched for when they were loaded
     outdated: str | None = None  # why this version builds another one in its place
+    opened_as: tuple[str, ...] = ()  # paths of the same content, if it was found by others than `sources`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths to show: those that were asked for, else those it was built from."""
+        return self.opened_as or self.sources
 
 
 @dataclass(frozen=True, slots=True)

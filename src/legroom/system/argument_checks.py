@@ -230,3 +230,48 @@ _KINDS = {
     "tuple": _LIST,
     "Any": _ANYTHING,
 }
+
+
+_GIVEN_SHOWN = 80  # characters
+
+
+def not_a_path(given: object) -> UsageError:
+    """The error for what is given in place of a path."""
+    fix = say("pass a path, a glob pattern or a list of paths")
+    if hasattr(given, "read"):
+        name = getattr(given, "name", None)
+        if isinstance(name, (str, os.PathLike)):
+            fix = say("pass its path: legroom.open({path!r})", path=os.fspath(name))
+        else:
+            fix = say("write its content to a file and pass the path")
+    elif steps := _steps_to_a_path(given):
+        fix = steps
+    shown, kind = " ".join(repr(given).split()), type(given)
+    home = "" if kind.__module__ in ("builtins", "__main__") else kind.__module__.partition(".")[0] + "."
+    return UsageError(
+        say("{given} is not a path", given=shown if len(shown) <= _GIVEN_SHOWN else shown[:_GIVEN_SHOWN] + "…"),
+        why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=home + kind.__name__),
+        fix=(fix,),
+    )
+
+
+def _steps_to_a_path(given: object) -> str:
+    """How data in memory get to where they can be opened, or shared without a file; empty: unknown."""
+    if hasattr(given, "save_to_disk"):
+        return say("save it and pass the directory:\n{code}", code="given.save_to_disk('data'); legroom.open('data')")
+    save = (
+        "given.to_parquet('data.parquet'); legroom.open('data.parquet')"
+        if hasattr(given, "to_parquet")
+        else "numpy.save('data.npy', given); legroom.open('data.npy')"
+        if hasattr(given, "__array__")
+        else ""
+    )
+    if save:
+        return say("write it to a file and pass the path:\n{code}", code=save)
+    if isinstance(given, Mapping):
+        code = "legroom.freeze(given)"
+    elif hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        code = "legroom.freeze([given[i] for i in range(len(given))])"
+    else:
+        return ""
+    return say("for one copy of it that processes share, without a file:\n{code}", code=code)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,54 @@ def test_a_path_may_be_bytes(shm: Path, h5: Path) -> None:
 def test_what_is_no_path_is_refused(path: object) -> None:
     with pytest.raises(UsageError, match="is not a path"):
         legroom.open(path)  # type: ignore[arg-type]
+
+
+class Samples:
+    """A map-style dataset, and what an iterable one has."""
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+
+class Stream(Samples):
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        yield {"x": 1}
+        pytest.fail("read on")
+
+
+class Saves(Stream):
+    def save_to_disk(self, path: str) -> None: ...
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        pytest.fail("read")
+
+
+class Frame(dict[str, int]):
+    def to_parquet(self, path: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "given, advice",
+    [
+        (Saves(), "given.save_to_disk('data'); legroom.open('data')"),
+        (Samples(), "legroom.freeze([given[i] for i in range(len(given))])"),
+        (Stream(), "legroom.freeze(["),
+        ({"a": 1}, "legroom.freeze(given)"),
+        (Frame(a=1), "given.to_parquet('data.parquet')"),
+        (np.zeros((3, 4)), "numpy.save('data.npy', given)"),
+        (np.float32(1), "numpy.save("),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_data_in_memory_are_named_with_how_to_share_them(given: Any, advice: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        legroom.open(given)
+    shown = " ".join(repr(given).split())[:80]
+    assert caught.value.what.startswith(shown) and type(given).__name__ in caught.value.why
+    assert advice in caught.value.fix[0]
 
 
 def test_a_file_object_is_not_a_list_of_paths(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import list_and_verify, locks, mapped_files_and_checksums, store_free_space
+from legroom.cache import entry_users, locks, mapped_files_and_checksums, store_free_space
 from legroom.cache.manifest import OPENING, Damaged, from_json
 from legroom.cache.mapped_files_and_checksums import MappedFile, Prefault
 from legroom.cache.plan_entry_files import plan_files
@@ -313,8 +313,8 @@ def test_privatised_bytes_are_read_from_smaps() -> None:
         f"7f40-7f50 rw-p 00000000 00:1b 5 {root}/{key}/b.npy (deleted)\nAnonymous: 12 kB\n"
         f"7f60-7f70 rw-p 00000000 00:1b 5 {root}/locks/x\nAnonymous: 40 kB\n"
     )
-    assert list_and_verify.private_bytes(text, root) == {key: 16 * 1024}
-    assert list_and_verify.private_bytes("", root) is None
+    assert entry_users.private_bytes(text, root) == {key: 16 * 1024}
+    assert entry_users.private_bytes("", root) is None
 
 
 def test_time_moves_on_in_lock_files(tmp_path: Path) -> None:

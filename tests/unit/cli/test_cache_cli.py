@@ -458,5 +458,27 @@ def test_a_copy_of_a_loaded_file_is_named_too(home: Path, capsys: pytest.Capture
     shutil.copy("train.npy", "copy.npy")
     told = _text(capsys, "load", "copy.npy")
     assert (
-        f"{Path.cwd()}/copy.npy (same content as {Path.cwd()}/train.npy): " in told and "already in the cache" in told
+        f"{Path.cwd()}/copy.npy (same content as {Path.cwd()}/train.npy when that was loaded): " in told
+        and "already in the cache" in told
     )
+
+
+def test_a_copy_is_the_file_that_is_named_and_verified(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _text(capsys, "load", "train.npy")
+    shutil.copy("train.npy", "copy.npy")
+    with legroom.open("copy.npy") as data:
+        assert data.info.names == (f"{home}/copy.npy",) and data.info.sources == (f"{home}/train.npy",)
+    np.save("train.npy", np.ones((6, 4), np.float32))
+    both = f"{home}/copy.npy (same content as {home}/train.npy when that was loaded)"
+    told = _text(capsys, "verify", "copy.npy")
+    assert f" {both} " in told and told.endswith("copy intact, source unchanged\n")
+    (checked,) = _json(capsys, "verify", "copy.npy")["entries"]
+    assert (checked["source"], checked["source_state"]) == (f"{home}/copy.npy", "same")
+    told = _text(capsys, "verify", "train.npy", "copy.npy", status=1).splitlines()
+    assert len(told) == 2 and f" {home}/train.npy " in told[0] and "source CHANGED" in told[0]
+    assert both in told[1] and "source unchanged" in told[1]
+    assert _text(capsys, "list", "copy.npy").startswith(both)
+    entry = _json(capsys, "info", "copy.npy")["entry"]
+    assert (entry["source"], entry["sources"]) == (f"{home}/copy.npy", [f"{home}/train.npy"])
+    assert both not in _text(capsys, "list")  # what the entry was built from, where no file was named
+    assert f"removed {entry['key'][:12]} {both} " in _text(capsys, "drop", "copy.npy")

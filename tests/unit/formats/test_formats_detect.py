@@ -258,8 +258,13 @@ def test_another_zip_archive_is_unsupported(tmp_path: Path) -> None:
 )
 def test_a_file_without_its_end_marker_is_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(DamagedSource):
+    with pytest.raises(DamagedSource) as caught:
         open_source(tmp_path / "x")
+    assert caught.value.fix[-1].startswith("or wait until it is written: it changed ")
+    os.utime(tmp_path / "x", (1_600_000_000, 1_600_000_000))
+    with pytest.raises(DamagedSource) as caught:
+        open_source(tmp_path / "x")
+    assert len(caught.value.fix) == 1
 
 
 @pytest.mark.parametrize(

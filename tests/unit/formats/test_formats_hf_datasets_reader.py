@@ -74,6 +74,9 @@ def test_each_split_of_a_dataset_dict_is_a_table(tmp_path: Path) -> None:
     assert part.columns == {"train": ("id",)} or list(part) == ["train"]
     with pytest.raises(MissingKey, match="validation"):
         legroom.open(folder, keys="validation")
+    with pytest.raises(MissingKey) as caught:
+        data["validation"]
+    assert caught.value.why.startswith("it holds train, test, train/id, ")
 
 
 def test_files_that_map_has_cached_are_not_part_of_the_data(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from doc_pages import blocks_of
 import legroom
 from legroom.cache.list_and_verify import info
 from legroom.cli.main import run
-from legroom.errors import DamagedSource, FormatPluginFailed, UnknownFormat, UnreadableSource
+from legroom.errors import DamagedSource, FormatPluginFailed, UnknownFormat, UnreadableSource, UsageError
 from legroom.formats.detect import FORMATS, open_source
 from legroom.formats.plugin_formats import GROUP
 
@@ -122,6 +122,17 @@ def test_a_registered_format_is_opened_cached_batched_and_checked(
     assert '"points"' in capsys.readouterr().out
     assert run(["check", "--data", str(path), "--batch", "4", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)
+
+
+def test_a_type_of_tokens_does_not_override_a_registered_format(install: Install, tmp_path: Path) -> None:
+    path, array = points(tmp_path)
+    install(READER)
+    with pytest.raises(UsageError, match="dtype='uint8' cannot be used") as caught:
+        legroom.open(path, dtype="uint8")
+    assert "its format, points, states" in caught.value.why
+    install("import no_such_module", "acme_broken")
+    path.write_bytes(b"JUNK" + array.tobytes())
+    assert len(legroom.open(path, dtype="uint8")["tokens"]) == path.stat().st_size
 
 
 def test_several_files_and_a_process_without_the_cache(

@@ -653,3 +653,37 @@ def test_shards_in_remote_storage_are_read(tmp_path: Path) -> None:
             assert [row.tobytes() for row in data["jpg"]] == [data for name, data in files if name.endswith("jpg")]
         with legroom.open(urls[0], keys=["cls"]) as data:
             assert len(data["cls"]) == 10 and list(data) == ["cls"]
+
+
+def apple_files() -> bytes:
+    names = ("d/._a.jpg", "d/a.jpg", "d/._a.cls", "d/a.cls", "d/._b.jpg", "d/b.jpg", "d/b.cls", "._c.jpg")
+    return b"".join(member(name.encode(), name.encode()) for name in names) + bytes(2 * BLOCK)
+
+
+def test_what_macos_writes_beside_files_is_in_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "mac.tar"
+    path.write_bytes(apple_files())
+    with caplog.at_level("INFO", "legroom"):
+        found = read(path)
+    assert found == {"jpg": [b"d/a.jpg", b"d/b.jpg"], "cls": [b"d/a.cls", b"d/b.cls"], "__key__": [b"d/a", b"d/b"]}
+    assert "4 files named ._* are skipped" in caplog.text
+
+
+def test_the_advice_for_a_lacking_column_is_python(tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    names = (b"a.jpg", b"a.cls", b"a.txt", b"b.jpg", b"b.cls")
+    path.write_bytes(b"".join(member(name, b"1") for name in names) + bytes(2 * BLOCK))
+    with pytest.raises(UnsupportedData) as caught:
+        read(path)
+    assert caught.value.fix == ("load only what all samples have: keys=['jpg', 'cls']",)
+    assert list(read(path, ["jpg", "cls"])) == ["jpg", "cls"]
+
+
+@pytest.mark.parametrize("names", [("d/.DS_Store", "d/a.jpg"), ("d/a.jpg", "d/.DS_Store"), ("d/a.jpg", "d/.x.y")])
+def test_a_hidden_file_is_named_with_the_command_that_leaves_it_out(names: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    path.write_bytes(b"".join(member(name.encode(), b"1") for name in names) + bytes(2 * BLOCK))
+    with pytest.raises(UnsupportedData) as caught:
+        read(path)
+    assert "'d/' are the files in d/ whose names begin with a dot" in caught.value.why
+    assert "--exclude='.[!/]*'" in caught.value.fix[0]

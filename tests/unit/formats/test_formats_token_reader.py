@@ -9,6 +9,7 @@ import json
 import lzma
 import pickle
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_a_dtype_has_one_spelling(given: Any) -> None:
     assert token_dtype(given) == "<u2"
 
 
+def test_a_dtype_of_torch_is_taken() -> None:
+    torch = pytest.importorskip("torch")
+    assert [token_dtype(one) for one in (torch.uint8, torch.int32, torch.int64)] == ["|u1", "<i4", "<i8"]
+    for other in (torch.bfloat16, torch.float32, torch.bool):
+        with pytest.raises(UsageError, match=f"dtype={other} is not a type of tokens"):
+            token_dtype(other)
+
+
 def test_a_dtype_is_little_endian_unless_it_says_otherwise() -> None:
     assert [token_dtype(one) for one in ("uint8", "int64", ">u2", np.dtype(">i4"))] == ["|u1", "<i8", ">u2", ">i4"]
 
@@ -64,6 +73,8 @@ def test_a_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\x01\x02\x03\x04\x05\x06\x07")
     with pytest.raises(DamagedSource, match="7 bytes") as caught:
         read(path, "<u2")
+    assert caught.value.what == f"dtype='uint16' does not divide the size of {path}"
+    assert caught.value.why == "its 7 bytes are 3 tokens of 2 bytes, and 1 more"
     assert caught.value.fix[0] == "pass the dtype it was written with"
     with pytest.raises(DamagedSource, match="empty"):
         path.write_bytes(b"")
@@ -105,6 +116,13 @@ def old_tar() -> bytes:
     return bytes(data)
 
 
+def zip_archive() -> bytes:
+    into = io.BytesIO()
+    with zipfile.ZipFile(into, "w") as archive:
+        archive.writestr("readme.txt", "text")
+    return into.getvalue()
+
+
 OBJECTS: dict[str, Any] = {
     "list": list(range(300)),
     "dict": {"tokens": [1, 2, 3], "name": "train"},
@@ -116,6 +134,7 @@ OBJECTS: dict[str, Any] = {
 TEXTS = ("json", "jsonl", "text", "csv")
 FILES = {
     "gzip": gzip.compress(bytes(4000)),
+    "zip": zip_archive(),
     "bzip2": bz2.compress(bytes(4000)),
     "xz": lzma.compress(bytes(4000)),
     "zstd": b"\x28\xb5\x2f\xfd" + bytes(40),
@@ -139,6 +158,29 @@ def test_what_is_recognizably_something_else_is_refused(name: str, tmp_path: Pat
     for dtype in ("<u2", "<i4") if name in TEXTS else ("|u1", "|i1"):
         with pytest.raises(UnknownFormat, match="unsupported file format"):
             open_source(path, dtype=dtype)
+
+
+CHANCE = np.random.default_rng(3).integers(0, 256, 100_000, np.uint8).tobytes()
+MARKS = {"gzip": b"\x1f\x8b\x08\x00", "gzip-name": b"\x1f\x8b\x08\x08", "zip": b"PK\x03\x04"}
+
+
+@pytest.mark.parametrize("rest", [CHANCE, bytes(4000), b"", b"\3\1" * 3000], ids=["random", "zeros", "none", "two"])
+@pytest.mark.parametrize("name", MARKS)
+def test_tokens_may_begin_like_an_archive_by_chance(name: str, rest: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    path.write_bytes(MARKS[name] + rest)
+    np.testing.assert_array_equal(read(path, "<u2"), np.fromfile(path, "<u2"))
+
+
+@pytest.mark.parametrize("size", [0, 40_000, 3_000_000])
+def test_a_compressed_file_that_is_cut_is_refused(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    packed = gzip.compress(np.random.default_rng(1).integers(0, 50, size, np.uint8).tobytes())
+    for content in (packed, packed[: max(30, len(packed) // 2)], packed + packed):
+        path.write_bytes(content)
+        if len(content) > 20 or size:
+            with pytest.raises(UnknownFormat):
+                open_source(path, dtype="|u1")
 
 
 @pytest.mark.parametrize("kind", ["ustar", "gnu", "pax", "v7"])

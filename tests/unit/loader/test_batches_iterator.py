@@ -60,7 +60,7 @@ def test_an_epoch_without_batches_is_reported(data: Data, caplog: pytest.LogCapt
     assert not caplog.messages
     assert list(data.batches(8, **short)) == []
     (text,) = caplog.messages
-    assert "7 rows on each rank are fewer than batch_size=8" in text and "batch_size=7 or less" in text
+    assert "batch_size=8 is more than the 7 rows of each rank" in text and "batch_size=7 or less" in text
     for uneven, each in (("pad", 4), ("drop", 3)):
         caplog.clear()
         assert len(data.batches(5, **short, rank=1, world_size=2, uneven=uneven)) == 0

@@ -188,3 +188,15 @@ def test_other_data_have_no_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_settings_that_make_no_windows_are_refused(tokens: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         opened().batches(4, **settings)
+
+
+def test_the_error_for_other_data_names_the_file_that_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGROOM_SHM", str(tmp_path))
+    monkeypatch.setenv("LEGROOM_DIR", str(tmp_path))
+    for name in ("first.npy", "second.npy"):
+        np.save(tmp_path / name, np.arange(100))
+    open(tmp_path / "first.npy").close()
+    with open(tmp_path / "second.npy") as data, pytest.raises(UsageError, match=r"second\.npy has the format npy"):
+        data.batches(4, sequence_length=8)

@@ -268,6 +268,21 @@ def test_ragged_samples() -> None:
     assert isinstance(caught.value, RuntimeError) and str(caught.value).count("[ragged-batch]") == 1
 
 
+class Files:
+    """Bytes of files, as a dataset of a tar archive returns them without decode=."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.zeros(row + 1, dtype=torch.uint8)
+
+
+def test_files_that_are_not_decoded_are_advised_to_be() -> None:
+    with pytest.raises(RaggedBatch, match=r"decode=\{'jpg': read_image\}"):
+        list(legroom.DataLoader(Files(), 4, num_workers=1))
+
+
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_an_unpicklable_part_is_named() -> None:
     for part in ({"collate_fn": lambda x: x}, {"worker_init_fn": lambda x: x}):

@@ -127,7 +127,7 @@ def test_an_epoch_without_batches_is_reported(tmp_path: Path, caplog: pytest.Log
     assert not caplog.messages
     assert ids(stream(paths, batch_size=21, drop_last=True)) == []
     (text,) = caplog.messages
-    assert "20 rows on each rank are fewer than batch_size=21" in text
+    assert "batch_size=21 is more than the 20 rows of each rank" in text
 
 
 def test_an_empty_file_has_no_batches(tmp_path: Path) -> None:

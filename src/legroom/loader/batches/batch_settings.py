@@ -182,7 +182,7 @@ def windows_of(data: CachedData, length: int, stride: int | None) -> NDArray:
     if kind not in _TOKENS:
         raise UsageError(
             say("sequence_length needs a token file"),
-            why=say("{path} has the format {kind}", path=listed(data.info.sources[:1]), kind=kind),
+            why=say("{path} has the format {kind}", path=listed(data.info.names[:1]), kind=kind),
             fix=(say("remove sequence_length"), say("open a token file: legroom.open('train.bin', dtype='uint16')")),
         )
     tokens = data[_TOKENS[kind]]

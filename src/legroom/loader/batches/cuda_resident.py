@@ -201,7 +201,7 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int, entry: En
 
 
 def _title(entry: Entry, name: str) -> str:
-    return f"{entry.sources[0]}: {name}" if entry.sources else name
+    return f"{entry.names[0]}: {name}" if entry.names else name
 
 
 def _check_room(driver: Driver, rest: int) -> None:

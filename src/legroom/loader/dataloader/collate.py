@@ -273,6 +273,11 @@ class _StackIntoSlot:
             shapes = sorted({tuple(sample.shape) for sample in batch})
             if len(shapes) < 2:
                 raise
+            files = first.dtype == torch.uint8 and first.ndim == 1  # rows of bytes, as of a tar archive
+            decode = say(
+                "if they are the bytes of files, decode each: {code}",
+                code="data.dataset('jpg', decode={'jpg': read_image})",
+            )
             raise RaggedBatch(
                 say("the samples of a batch have different shapes and cannot be stacked"),
                 why=say(
@@ -280,6 +285,7 @@ class _StackIntoSlot:
                     count=len(batch), kinds=len(shapes), shapes=_some(shapes),
                 ),
                 fix=(
+                    *((decode,) if files else ()),
                     say("pass a collate_fn that pads: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)"),
                     say("or give all samples one shape in the dataset"),
                 ),

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from legroom.cache.downloads_in_store import temporary_file
 from legroom.cache.expand_braces import expand_braces
-from legroom.cache.find_or_build_entry import not_a_path, source_paths
+from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import LegroomError, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader, BatchSizes, read_layout
 from legroom.formats.base_table_reader import (
@@ -44,7 +44,7 @@ from legroom.messages import listed, phrase, say
 from legroom.remote.object_store import RemoteObject
 from legroom.remote.remote_errors_and_retries import object_changed
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, SourcePath, is_url, local_path
-from legroom.system.argument_checks import check_path
+from legroom.system.argument_checks import check_path, not_a_path
 from legroom.system.lazy_and_optional_imports import require
 
 FileKind = Literal["parquet", "arrow", "arrow-stream"]
