@@ -434,7 +434,7 @@ class Task(Generic[T]):
                 if self._call is not None:
                     self.run()
                 else:
-                    self.problem, self.ready = MemoryError("a thread ended for want of memory"), True
+                    self.problem, self.ready = MemoryError(say("a thread ended because no memory was left")), True
 
     def result(self) -> T:
         self.wait()
