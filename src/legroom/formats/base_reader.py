@@ -483,7 +483,9 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     bare, among = key.strip("/"), [*names, *sorted(groups)]
     # The part before the last slash may be the table, which the column names do not repeat.
     same = [name for name in names if name.endswith("/" + bare)]
-    near = same or _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
+    above, _, last = bare.rpartition("/")
+    own = _nearest(last, [name for name in among if name != above]) if above in among else []
+    near = same or own or _nearest(bare, among) or _nearest(last, among)
     fix = [say("did you mean {near!r}?", near=near[0])] if near else []
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),

@@ -409,7 +409,7 @@ def test_resident_data_in_the_cache_are_shared_with_other_processes(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(list_gpu_copies, "PATIENCE_S", 60.0)  # a busy machine is not a stopped process
-    entry = SimpleNamespace(backing="shm", key="k1", store=os.fspath(tmp_path), sources=("train.h5",))
+    entry = SimpleNamespace(backing="shm", key="k1", store=os.fspath(tmp_path), names=("train.h5",))
     driver = FakeDriver()
     first = stored.open(driver, entry, resident=True)
     assert "copied here for all processes" in first.why

@@ -462,6 +462,7 @@ def test_a_full_shm_is_not_blamed_on_the_dataset(monkeypatch: pytest.MonkeyPatch
     assert "0 B of 20 MB free" in answer["tail"][-1] and "num_workers=0" in answer["error"]["fix"][0]
 
 
+@pytest.mark.load_sensitive(reason="the function is called for a limited time")
 def test_the_first_calls_of_a_collate_function_do_not_count() -> None:
     """They fault in the memory of a batch. tune then chose workers where none were seven times as fast."""
     calls = []

@@ -373,20 +373,21 @@ class _Block:
         self.start = address + -address % _PAGE
 
 
+_DROPPED: deque[Any] = deque(maxlen=0)  # keeps nothing
+
+
 class _Lease:
     """The owner of the memory of a batch's array."""
 
-    __slots__ = ("__array_interface__", "_block", "_free")
+    _block: _Block | None = None
+    _free = _DROPPED  # of one whose making was interrupted
 
     def __init__(self, block: _Block, nbytes: int, free: deque[_Block]) -> None:
         self._block, self._free = block, free
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (block.start, False)}
 
     def __del__(self) -> None:
-        try:  # not suppress(): at exit, modules have lost their names
-            self._free.append(self._block)
-        except AttributeError:  # Ctrl-C while it was made
-            pass
+        self._free.append(self._block)
 
 
 T = TypeVar("T")
