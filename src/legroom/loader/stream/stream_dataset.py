@@ -386,7 +386,7 @@ class _Loop:
         try:
             for batch, progress in run:
                 if self._convert is not None:
-                    batch = self._convert(batch)  # noqa: PLW2901 - so that the one before is freed
+                    batch = self._convert(batch)
                 # That it is given out is noted by the last instruction.
                 self._run, state.progress, state.batches = run, progress, state.batches + 1
                 return batch
@@ -406,7 +406,7 @@ class _Loop:
             reader.close()
 
     def _begin(self) -> Generator[tuple[Any, BatchProgress], None, None]:
-        if self._begun is not None and self._begun.gi_running:
+        if getattr(self._begun, "gi_running", False):
             raise ValueError("another thread takes a batch of this loop")
         self.close()
         if self._state.done:
