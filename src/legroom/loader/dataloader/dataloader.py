@@ -24,7 +24,7 @@ from legroom.errors import Unpicklable, UsageError
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
-from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress
+from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, Progress
 from legroom.loader.dataloader.explain_start_failure import (
     explain_argument,
     explain_pickling,
@@ -207,9 +207,10 @@ class Loader:
             if self._sharing is not None:
                 return self._sharing.begin(self)
             refuse_no_length_of(self)
-            state, self._loaded_state = self._loaded_state, None
-            if state is not None:
-                return self._resume_epoch(state)
+            if self._loaded_state is not None:
+                epoch = self._resume_epoch(self._loaded_state)
+                self._loaded_state = None  # not before: starting workers may fail, or be interrupted
+                return epoch
             running = self._persistent and self._group is not None
             states = resume.states_after(self._progress) if running else {}
             start = super().__iter__ if self._resumed is None else self._resumed.__iter__  # type: ignore[misc]
@@ -286,7 +287,10 @@ class Loader:
         if loader.num_workers == 0:
             with _temporarily(loader, {"_starting": True}):
                 inner = start()
-            return Epoch(inner, None, progress, None, self._use_torch_transport, persistent=False)
+            return Epoch(
+                inner, None, progress, None, self._use_torch_transport, persistent=False, iterable=self._iterable,
+                save_dataset=resume.dataset_state_dict(loader.dataset) if self._iterable else None,
+            )  # fmt: skip
         method = start_method(loader.multiprocessing_context)
         exit_if_importing_main(lambda: importing_main_message(method))
         use_short_tmpdir(required=method == "forkserver" or self.transport == "torch")
@@ -332,13 +336,9 @@ class Loader:
         if persistent:
             self._group = group
         self._seeded = self._seeded or persistent
-        out_of_order = None
-        if not (self._iterable or resume.in_order(self)):
-            progress.unnumbered = not OutOfOrder.supported(inner)
-            out_of_order = None if progress.unnumbered else OutOfOrder(inner, progress)
         return Epoch(
             inner, group, progress, pinner, self._use_torch_transport, persistent=persistent, admission=admission,
-            out_of_order=out_of_order,
+            iterable=self._iterable, in_order=resume.in_order(self),
         )  # fmt: skip
 
     def _explain_pickling(self, problem: BaseException) -> Unpicklable | None:
@@ -374,7 +374,7 @@ class Loader:
         yielded, beyond = int(state["yielded"]), list(state["beyond"])
         generators = dict(state["generators"]) if state["begun"] else resume.generator_states(self)
         progress = self._new_progress(
-            generators, state["seeded"], yielded, beyond=set(beyond), turn=state["turn"],
+            generators, state["seeded"], yielded, beyond=dict.fromkeys(beyond), turn=state["turn"],
             workers=resume.read_workers(saved),
         )  # fmt: skip
         arguments: dict[str, Any] = {

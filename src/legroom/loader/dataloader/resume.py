@@ -67,8 +67,10 @@ def state_of(loader: Any, progress: Progress | None, iterable: bool, seeded: boo
         }
     if iterable and loader.num_workers == 0:
         if (state_dict := dataset_state_dict(loader.dataset)) is not None:
-            then = [STOP] if progress is not None and begun and progress.dataset_ended else []
-            state["workers"] = {0: {"state": state_dict(), "then": then}}
+            # Not what the dataset says now: a batch that was interrupted has moved it on.
+            ended, kept = progress.dataset if progress is not None and begun else (False, None)
+            found = state_dict() if kept is None else pickle.loads(kept)
+            state["workers"] = {0: {"state": found, "then": [STOP] if ended else []}}
     elif progress is not None and not progress.stateless and (begun or loader.persistent_workers):
         workers = progress.workers if begun else states_after(progress)
         state["workers"] = saved_workers(workers)

@@ -99,6 +99,19 @@ def dataset_ended(iterator: Any) -> bool:
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
 
+def index_drawn(problem: BaseException) -> bool:
+    """Whether an iterator without workers had drawn the indices of a batch when this was raised in it.
+
+    False if unknown: then a state that is saved after a batch has failed counts from the batches that were returned.
+    """
+    trace = problem.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "_next_data" and _of_torch(trace.tb_frame.f_code.co_filename):
+            return "index" in trace.tb_frame.f_locals
+        trace = trace.tb_next
+    return False
+
+
 # The worker loop
 
 

@@ -13,7 +13,7 @@ the same permutation. So a stream resumes exactly where it stopped without savin
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -293,7 +293,7 @@ def batches(
     too_large: Callable[[int, int], BudgetTooSmall],
     *,
     drop_last: bool,
-) -> Iterator[tuple[Any, BatchProgress]]:
+) -> Generator[tuple[Any, BatchProgress], None, None]:
     """Record batches of ``size`` rows, the last one as it comes, each with the progress after it.
 
     A batch that grows beyond ``most`` bytes raises ``too_large(rows so far, bytes so far)``.

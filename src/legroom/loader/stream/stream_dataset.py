@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -20,7 +20,6 @@ from legroom.loader.stream.convert_batches import COPIES, Format, converter, obj
 from legroom.loader.stream.parquet_row_groups import leaf_count
 from legroom.loader.stream.shard_and_shuffle import (
     BatchProgress,
-    RowChunk,
     Shard,
     ShardPiece,
     ShardReader,
@@ -270,12 +269,12 @@ class Stream:
 
     def __iter__(self) -> Iterator[Any]:
         shard = Shard(self.settings.rank, self.settings.world_size, *this_worker())
-        loop, self._resume = self._resume or _LoopState(self._current_epoch(), shard), None
-        require_shard(loop.shard, shard)
-        if self._epoch is None:
-            self._next_epoch = loop.epoch + 1
-        self._current = loop
-        return self._batches(loop)
+        state = self._resume or _LoopState(self._current_epoch(), shard)
+        require_shard(state.shard, shard)
+        batch, following = _Loop(self, state), state.epoch + 1 if self._epoch is None else self._next_epoch
+        # The last instruction: an interruption, or an error, before it leaves the position to the next loop.
+        self._current, self._resume, self._next_epoch = state, None, following
+        return batch
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of that epoch for every loop from now on."""
@@ -295,10 +294,9 @@ class Stream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume there in the next loop; a state of other data or settings is refused."""
-        self._resume = _LoopState(*unpack(state, self._facts))
-        self._current = None
-        if self._epoch is not None:
-            self._epoch = self._resume.epoch
+        resume = _LoopState(*unpack(state, self._facts))
+        epoch = None if self._epoch is None else resume.epoch
+        self._resume, self._current, self._epoch = resume, None, epoch
 
     def dataset(self) -> Any:
         """This stream as a torch IterableDataset; it is one already if torch was imported before it was created."""
@@ -326,50 +324,100 @@ class Stream:
         )
         return pieces(self._sizes, order, first, last)
 
-    def _batches(self, loop: _LoopState) -> Iterator[Any]:
-        settings, shard = self.settings, loop.shard
-        alone = shard.workers == 1
-        # Workers decode in parallel already. Their batches are pickled, and a slice pickles the whole batch behind it.
-        threads = alone and settings.memory >= THREADS_FROM
-        as_is = settings.form == "arrow" and alone
-        convert = copied if settings.form == "arrow" else partial(self._converted, converter(settings.form))
-        reader = ShardReader(
-            self.catalog, self.catalog.read_columns, self.memory_division, settings.batch_size, threads=threads
+    def _reader(self, shard: Shard) -> ShardReader:
+        # Workers decode in parallel already.
+        threads = shard.workers == 1 and self.settings.memory >= THREADS_FROM
+        return ShardReader(
+            self.catalog, self.catalog.read_columns, self.memory_division, self.settings.batch_size, threads=threads
         )
-        try:
-            chunks = self._chunks(reader, loop)
-            for batch, progress in batches(
-                chunks, settings.batch_size, self.memory_division.batch, self._too_large, drop_last=settings.drop_last
-            ):
-                made = batch if as_is else convert(batch)
-                del batch
-                loop.progress, loop.batches = progress, loop.batches + 1
-                yield made
-                del made
-            loop.done = True
-        finally:
-            reader.close()
+
+    def _conversion(self, shard: Shard) -> Callable[[Any], Any] | None:
+        if self.settings.form != "arrow":
+            return partial(self._converted, converter(self.settings.form))
+        # Batches of workers are pickled, and a slice pickles the whole batch behind it.
+        return None if shard.workers == 1 else copied
 
     def _converted(self, convert: Callable[[Any], Any], batch: Any) -> Any:
         if self.settings.form == "python" and (size := object_bytes(batch)) > self.memory_division.batch:
             raise self._too_large(batch.num_rows, size)
         return convert(batch)
 
-    def _chunks(self, reader: ShardReader, loop: _LoopState) -> Iterator[RowChunk]:
-        """The shard's rows from that position on, in the order in which they are returned."""
+    def _batches(self, reader: ShardReader, loop: _LoopState) -> Generator[tuple[Any, BatchProgress], None, None]:
+        """The shard's batches from that position on, not converted, each with the progress after it."""
         plan, position = self._plan(loop.epoch, loop.shard), loop.position or StreamPosition()
         chunks = read_pieces(reader, self.catalog, plan, position, counted=self._counted)
         chunks = dropped(chunks, position.skip)
-        if self.settings.shuffle_buffer:
+        settings, division = self.settings, self.memory_division
+        if settings.shuffle_buffer:
             shard = loop.shard
-            order = window_order(self.settings.seed, loop.epoch, shard.rank, shard.worker)
-            chunks = windows(chunks, self.settings.shuffle_buffer, self.memory_division.window, order, position.window)
-        return dropped(chunks, position.taken)
+            order = window_order(settings.seed, loop.epoch, shard.rank, shard.worker)
+            chunks = windows(chunks, settings.shuffle_buffer, division.window, order, position.window)
+        chunks = dropped(chunks, position.taken)
+        return batches(chunks, settings.batch_size, division.batch, self._too_large, drop_last=settings.drop_last)
 
     def _too_large(self, rows: int, nbytes: int) -> BudgetTooSmall:
         settings = self.settings
         expected = nbytes * settings.batch_size // max(1, rows)
         return too_small(settings.memory, replace(self.memory_division.demand, batch=expected))
+
+
+class _Loop:
+    """One epoch; the next call retries a batch that failed or was interrupted.
+
+    It reads on only where the last call returned a batch. After any other call it reads again, from its state.
+    """
+
+    def __init__(self, stream: Stream, state: _LoopState) -> None:
+        self._stream, self._state = stream, state
+        self._convert = stream._conversion(state.shard)
+        self._run: Generator[tuple[Any, BatchProgress], None, None] | None = None
+        # The latest one: its reader is closed with it.
+        self._begun: Generator[tuple[Any, BatchProgress], None, None] | None = None
+        self._reader: ShardReader | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        run, self._run = self._run, None
+        if run is None:
+            run = self._begin()
+        state = self._state
+        try:
+            for batch, progress in run:
+                if self._convert is not None:
+                    batch = self._convert(batch)
+                # That it is given out is noted by the last instruction.
+                self._run, state.progress, state.batches = run, progress, state.batches + 1
+                return batch
+            state.done = True
+        except BaseException as problem:
+            self.close()
+            if isinstance(problem, StopIteration):  # it would end the loop as if the epoch had no more batches
+                raise RuntimeError("the conversion of a batch raised StopIteration") from problem
+            raise
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Close the files; the next call opens them again."""
+        reader, self._run, self._begun = self._reader, None, None
+        if reader is not None:
+            reader.close()
+
+    def _begin(self) -> Generator[tuple[Any, BatchProgress], None, None]:
+        if getattr(self._begun, "gi_running", False):
+            raise ValueError("another thread takes a batch of this loop")
+        self.close()
+        if self._state.done:
+            raise StopIteration
+        self._reader = self._stream._reader(self._state.shard)
+        self._begun = self._stream._batches(self._reader, self._state)
+        return self._begun
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_exit() and getattr(self, "_reader", None) is not None:
+            self.close()
 
 
 class _LoopState:
