@@ -28,7 +28,7 @@ class InterruptedAt:
         if frame.f_code.co_filename not in self.files:
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and line != "return batch":
+        if event == "line" and line not in ("return batch", "return loop"):
             self.left -= 1
             if not self.left:
                 raise Interrupted

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import linecache
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from batch_data import ROWS, flat, labels, plain
+from interrupted_loops import Interrupted, InterruptedAt
 
 from legroom.loader.batches import batch_iterator, cpu_gather
 from legroom.loader.batches.cpu_gather import HostGatherer
@@ -21,10 +20,7 @@ from legroom.loader.batches.legroom_open import Data
 from legroom.loader.rank_sampler import permutation
 
 BYTES = 4 * 3 * 4 + 8  # of a row
-
-
-class Interrupted(BaseException):
-    pass
+FILES = batch_iterator.__file__, cpu_gather.__file__
 
 
 @pytest.fixture
@@ -221,31 +217,6 @@ def test_a_stop_iteration_of_a_transform_does_not_look_like_the_end(
     assert found + flat(labels(loop)) == list(range(ROWS))
 
 
-class InterruptedAt:
-    """Raises at the n-th line that these files run; not at a return, where no signal can be delivered either."""
-
-    FILES = (batch_iterator.__file__, cpu_gather.__file__)
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in self.FILES:
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and line != "return batch":
-            self.left -= 1
-            if not self.left:
-                raise Interrupted
-        return self._trace
-
-
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="raises from a trace function")
 @pytest.mark.parametrize("handover", [1e9, -1.0])
 @pytest.mark.parametrize("transform", [None, dict])
@@ -258,7 +229,7 @@ def test_an_interruption_at_any_line_loses_no_batch(
     expected, interruptions = permutation(ROWS, 0, 0).tolist(), 0
     batches = data.batches(5, shuffle=True, epoch=0, transform=transform)
     for number in range(1, 800, 3 if handover < 0 else 1):
-        loop, found, ends = iter(batches), list[int](), InterruptedAt(number)
+        loop, found, ends = iter(batches), list[int](), InterruptedAt(number, *FILES)
         while True:
             try:
                 with ends:
@@ -273,6 +244,26 @@ def test_an_interruption_at_any_line_loses_no_batch(
             assert batches.state_dict()["position"] == len(found)
         assert found == expected, number
     assert interruptions > 100
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="raises from a trace function")
+@pytest.mark.parametrize("given", [None, 0])
+def test_an_interruption_of_iter_leaves_the_position_to_the_next_loop(data: Data, given: int | None) -> None:
+    whole = data.batches(2, shuffle=True, epoch=0)
+    first = labels(whole, 15)
+    state, interruptions = whole.state_dict(), 0
+    for number in range(1, 60):
+        batches = data.batches(2, shuffle=True, epoch=given)
+        batches.load_state_dict(state)
+        try:
+            with InterruptedAt(number, *FILES):
+                loop = iter(batches)
+        except Interrupted:
+            interruptions += 1
+            assert batches.state_dict() == state
+            loop = iter(batches)
+        assert flat(first) + flat(labels(loop)) == permutation(ROWS, 0, 0).tolist()
+    assert interruptions > 10
 
 
 def test_the_rows_of_large_batches_of_small_rows_are_looked_up_in_pieces(

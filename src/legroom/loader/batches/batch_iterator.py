@@ -119,18 +119,22 @@ class Batches:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        position, self._resume = self._next_position(), None
-        if self._epoch is None and self._settings.shuffle:
-            # Only shuffled loops count: a rank that evaluates more often than others must keep the same epoch.
-            self._data.next_epoch = position.epoch + 1
-        self._progress = _EpochProgress(position.epoch, position.position)
-        upcoming, self._begun = self._begun, None
+        position, upcoming, begins_next = self._next_position(), self._begun, self._begins_next_epoch
         if upcoming is None or upcoming.start != position:
-            self._begins_next_epoch = self._begins_next_epoch and upcoming is None
+            begins_next = begins_next and upcoming is None
             order = self._orders.take(position.epoch) if self._orders is not None else None
             upcoming = _EpochBatches(self.sampler, order, position, self._chosen)
-        begin_next = self._begin_next_epoch if self._begins_next_epoch else None
-        return _Loop(upcoming, self._gatherer, self._settings.transform, self._progress, self._orders, begin_next)
+        progress = _EpochProgress(position.epoch, position.position)
+        begin_next = self._begin_next_epoch if begins_next else None
+        loop = _Loop(upcoming, self._gatherer, self._settings.transform, progress, self._orders, begin_next)
+        # Only shuffled loops count: a rank that evaluates more often than others must keep the same epoch.
+        counts = self._epoch is None and self._settings.shuffle
+        following, data = position.epoch + 1 if counts else self._data.next_epoch, self._data
+        # The last instruction: an interruption before it leaves the position to the next loop.
+        data.next_epoch, self._progress, self._resume, self._begun, self._begins_next_epoch = (
+            following, progress, None, None, begins_next,
+        )  # fmt: skip
+        return loop
 
     def _begin_next_epoch(self, epoch: int) -> _EpochBatches | None:
         """The batches of the epoch after this one, if its order is known: the next loop probably wants them."""
@@ -156,10 +160,9 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume there in the next loop; a state of other data or of another order is refused."""
-        self._resume = from_dict(state, self._fingerprint)
-        self._progress = None
-        if self._epoch is not None:
-            self._epoch = self._resume.epoch
+        position = from_dict(state, self._fingerprint)
+        epoch = None if self._epoch is None else position.epoch
+        self._resume, self._progress, self._epoch = position, None, epoch
 
     def __reduce__(self) -> tuple[object, ...]:
         # The other process finds out its own rank and starts at the beginning.
