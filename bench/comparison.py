@@ -20,6 +20,7 @@ HEADS = {
 }
 MEASURED = {"en": "Measured on ", "zh": "测量环境："}
 GPU_ROW = {"en": " The {gpu} row: ", "zh": "{gpu} 一行："}
+OTHER_ROW = {"en": " The row of `bench/{name}.py`: ", "zh": "`bench/{name}.py` 一行："}
 STOP = {"en": ".", "zh": "。"}
 NOTES = {
     "en": "h5py reads the 368 MB file from the page cache, not from disk. The Parquet table takes 2 GB in the file and "
@@ -73,10 +74,12 @@ def machines(language: str) -> str:
         torch = f", torch {about['packages']['torch']}" if "torch" in about["packages"] else ""
         cpus = f"{about['cpus']} logical CPUs ({about['cpu'].replace('(R)', '')})"
         where = f"{cpus}, {about['system'].split('-')[0]}, Python {about['python']}{torch}"
-        found[GPU_ROW[language].format(gpu=about["gpu"]) + where if "gpu" in about else where] = None
+        row = GPU_ROW[language].format(gpu=about["gpu"]) if "gpu" in about else OTHER_ROW[language].format(name=name)
+        found.setdefault(where, row)
     # Of two lines that differ in torch's version alone the longer says both.
     kept = [one for one in found if not any(other.startswith(one) and other != one for other in found)]
-    return MEASURED[language] + "".join(one + STOP[language] for one in kept)
+    rest = "".join(found[one] + one + STOP[language] for one in kept[1:])
+    return MEASURED[language] + kept[0] + STOP[language] + rest
 
 
 def _load(name: str) -> dict[str, Any]:
