@@ -115,7 +115,7 @@ def _whole(found: dict[str, Any]) -> Line | None:
         "en": "the same, but the wall time of a whole Python process, from interpreter start to exit",
         "zh": "同上，按一个完整 Python 进程的总用时计：从启动解释器到退出",
     }
-    return Line(words, f"{usual:.0f} ms", f"{ours:.0f} ms", f"{usual / ours:.1f} ×")
+    return Line(words, f"{usual:.0f} ms", f"{ours:.0f} ms", f"{usual / ours:.2f} ×")
 
 
 def _copies(found: dict[str, Any]) -> Line:
