@@ -68,7 +68,7 @@ def filled(language: str) -> str:
 
 def machines(language: str) -> str:
     """Where it was measured: an absolute figure means nothing without."""
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     for name, _ in _MAKERS:
         about = _load(name)["machine"] if name != "cache" else _load(name)["parts"]["attach"]["machine"]
         torch = f", torch {about['packages']['torch']}" if "torch" in about["packages"] else ""
