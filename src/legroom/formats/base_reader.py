@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from math import isfinite, prod
 from pathlib import Path
@@ -410,6 +410,7 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
 
 
 _SHOWN, _INDEX_SHOWN = 20, 40
+_nearest = partial(difflib.get_close_matches, n=1, cutoff=0.5)
 
 
 class Selection:
@@ -484,8 +485,8 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     # The part before the last slash may be the table, which the column names do not repeat.
     same = [name for name in names if name.endswith("/" + bare)]
     above, _, last = bare.rpartition("/")
-    own = _nearest(last, [name for name in among if name != above]) if above in among else []
-    near = same or own or _nearest(bare, among) or _nearest(last, among)
+    of_table = _nearest(last, [one for one in names if one != above]) if above in names else []
+    near = same or of_table or _nearest(bare, among) or _nearest(last, among)
     fix = [say("did you mean {near!r}?", near=near[0])] if near else []
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
@@ -524,10 +525,6 @@ def names_shown(names: Sequence[str]) -> str:
     """The first of these names, and how many more there are."""
     held = listed(map(shown, names[:_SHOWN])) or say("nothing")
     return held if len(names) <= _SHOWN else say("{first} and {count} more", first=held, count=len(names) - _SHOWN)
-
-
-def _nearest(name: str, among: list[str]) -> list[str]:
-    return difflib.get_close_matches(name, among, n=1, cutoff=0.5)
 
 
 # How a format is recognized.

@@ -394,7 +394,7 @@ class _Loop:
         except BaseException as problem:
             self.close()
             if isinstance(problem, StopIteration):  # it would end the loop as if the epoch had no more batches
-                raise RuntimeError("the conversion of a batch raised StopIteration") from problem
+                raise RuntimeError(say("the conversion of a batch raised StopIteration")) from problem
             raise
         self.close()
         raise StopIteration
