@@ -53,6 +53,7 @@ def test_every_command_sees_the_containers_limits(folder: Path) -> None:
     np.save(folder / "x.npy", np.arange(4 * MB, dtype=np.uint8))
     _in_container(
         f"""
+        export LEGROOM_DIR={folder}/store  # not that of the machine, which the container sees
         {LEGROOM} doctor --json > doctor.json || [ $? = 1 ]
         {LEGROOM} check --batch 64 --sample-bytes 600K --workers 4 --json > check.json || [ $? = 1 ]
         {LEGROOM} run --json --quiet --retries 0 -- {sys.executable} {DEATH} > run.json 2> run.log || true

@@ -92,7 +92,7 @@ def test_a_live_watch_in_a_browser(fresh: Page) -> None:
             # Values are there and live.
             assert page.value("document.querySelector('#process-rows').textContent").count(str(sleeper.pid)) == 1
             assert page.until("[...document.querySelectorAll('.pool h3')].map(one => one.textContent).includes('ram')")
-            assert re.search(r"\d+ %", page.until("document.querySelector('[data-pool=ram] .share').textContent"))
+            assert re.search(r"\d+%", page.until("document.querySelector('[data-pool=ram] .share').textContent"))
             # late, where no sample came for 6 s
             page.until("document.getElementById('state').dataset.state === 'live'")
             dots = "document.querySelector('[data-pool=ram] polyline').getAttribute('points').split(' ').length"
