@@ -20,7 +20,7 @@ HEADS = {
 }
 MEASURED = {"en": "Measured on ", "zh": "测量环境："}
 GPU_ROW = {"en": " The {gpu} row: ", "zh": "{gpu} 一行："}
-OTHER_ROW = {"en": " The row of `bench/{name}.py`: ", "zh": "`bench/{name}.py` 一行："}
+OTHER_ROWS = {"en": " What {names} measured: ", "zh": "{names} 的测量环境："}
 STOP = {"en": ".", "zh": "。"}
 NOTES = {
     "en": "h5py reads the 368 MB file from the page cache, not from disk. The Parquet table takes 2 GB in the file and "
@@ -68,18 +68,26 @@ def filled(language: str) -> str:
 
 def machines(language: str) -> str:
     """Where it was measured: an absolute figure means nothing without."""
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}  # by the machine: what was measured on it
     for name, _ in _MAKERS:
         about = _load(name)["machine"] if name != "cache" else _load(name)["parts"]["attach"]["machine"]
         torch = f", torch {about['packages']['torch']}" if "torch" in about["packages"] else ""
         cpus = f"{about['cpus']} logical CPUs ({about['cpu'].replace('(R)', '')})"
         where = f"{cpus}, {about['system'].split('-')[0]}, Python {about['python']}{torch}"
-        row = GPU_ROW[language].format(gpu=about["gpu"]) if "gpu" in about else OTHER_ROW[language].format(name=name)
-        found.setdefault(where, row)
+        row = GPU_ROW[language].format(gpu=about["gpu"]) if "gpu" in about else f"`bench/{name}.py`"
+        found.setdefault(where, []).append(row)
     # Of two lines that differ in torch's version alone the longer says both.
-    kept = [one for one in found if not any(other.startswith(one) and other != one for other in found)]
-    rest = "".join(found[one] + one + STOP[language] for one in kept[1:])
-    return MEASURED[language] + kept[0] + STOP[language] + rest
+    for one in list(found):
+        longer = next((other for other in found if other.startswith(one) and other != one), None)
+        if longer is not None:
+            found[longer] = found.pop(one) + found[longer]
+    first, *others = sorted(found, key=lambda where: -len(found[where]))
+    rest = ""
+    for where in others:
+        gpu = not found[where][0].startswith("`")
+        label = found[where][0] if gpu else OTHER_ROWS[language].format(names=", ".join(found[where]))
+        rest += label + where + STOP[language]
+    return MEASURED[language] + first + STOP[language] + rest
 
 
 def _load(name: str) -> dict[str, Any]:
