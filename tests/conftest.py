@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,9 +20,11 @@ from forked_measurements import use_forks
 from freed_memory import anonymous_bytes, return_freed_memory
 from huge_pages import use_huge_pages
 
+from killed_semaphores import remove_killed_semaphores
 from legroom import messages
 
 pytest_plugins = ["hang_limit", "load_sensitive"]
+_BEGUN = time.time()
 
 # Tests import helpers by their file names, from every folder here.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")} - set(sys.path))
@@ -60,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     use_huge_pages()  # thousands of forks follow
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # once, when all processes of the run have ended
+        remove_killed_semaphores(_BEGUN)
 
 
 @cache
