@@ -191,6 +191,20 @@ def test_a_load_works_or_is_refused_and_is_never_killed(
 
 
 @pytest.mark.real("cgroup")
+def test_the_bound_holds_without_the_faster_libraries(
+    sources: Callable[[str], tuple[Path, int]], env: dict[str, str], tmp_path: Path
+) -> None:
+    """Python's zlib needs no more memory than the libraries that are installed with Legroom."""
+    for library in ("deflate", "isal"):
+        (tmp_path / f"{library}.py").write_text("raise ImportError\n")
+    path, total = sources("chunk-96.h5")
+    slower = {**env, "PYTHONPATH": os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])}
+    for limit in (200, 300):
+        result = load(path, limit, "auto", slower)
+        assert result.get("code") == "no-room" or result["sum"] == total, result
+
+
+@pytest.mark.real("cgroup")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_load_with_room_to_decode_is_not_refused(
     sources: Callable[[str], tuple[Path, int]], env: dict[str, str], name: str

@@ -8,7 +8,7 @@ isal takes 0.73 of zlib's time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from legroom.system.lazy_and_optional_imports import import_lock
 
 _HEAP = 4 << 20
+_PIECE = 1 << 20
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
 
 Bytes = bytes | bytearray | memoryview
@@ -44,16 +45,27 @@ def _whole() -> tuple[Whole, type[Exception]]:
         import deflate
     except ImportError:
         module = zlib_module()
-
-        def decompress(packed: Bytes, size: int) -> bytes:
-            stream = module.decompressobj()
-            plain: bytes = stream.decompress(packed, size + 1)  # one more shows that it has more than it should
-            if not stream.eof and len(plain) <= size:
-                raise ValueError(f"the {len(packed)} compressed bytes end before their data do")
-            return plain
-
-        return decompress, module.error
+        return partial(_inflate_in_pieces, module), module.error
     return deflate.zlib_decompress, deflate.DeflateError
+
+
+def _inflate_in_pieces(module: ModuleType, packed: Bytes, size: int) -> bytearray:
+    """Decompress with zlib or isal. In one call, zlib would hold its output twice, when it joins its blocks."""
+    stream, source = module.decompressobj(), memoryview(packed)
+    plain, end = bytearray(size), 0
+    for start in range(0, len(source), _PIECE):
+        rest, full = source[start : start + _PIECE], False
+        while (rest or full) and not stream.eof:
+            piece = stream.decompress(rest, _PIECE)
+            if end + len(piece) > size:
+                raise ValueError(f"the {len(packed)} compressed bytes hold more than the expected {size}")
+            plain[end : end + len(piece)] = piece
+            end += len(piece)
+            rest, full = stream.unconsumed_tail, len(piece) == _PIECE
+    if not stream.eof:
+        raise ValueError(f"the {len(packed)} compressed bytes end before their data do")
+    del plain[end:]
+    return plain
 
 
 def _keep_freed_memory() -> None:

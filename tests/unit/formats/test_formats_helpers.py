@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -321,6 +322,30 @@ def test_zlib_alone_stops_at_the_size_that_is_stated(monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match=r"bytes"):
             inflate(packed, size)
         assert damage == "cut" or tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+        decompress_deflate.zlib_module.cache_clear()
+        decompress_deflate._whole.cache_clear()
+
+
+@pytest.mark.parametrize("missing", [("deflate",), ("deflate", "isal")])
+@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (3 << 20) + 5, 24 << 20])
+def test_slower_libraries_inflate_in_pieces_and_hold_the_result_once(
+    monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], size: int
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    plain = random.Random(size).randbytes(min(size, 2 << 20)).ljust(size, b"x")
+    packed = zlib.compress(plain, 1)
+    decompress_deflate.zlib_module.cache_clear()
+    decompress_deflate._whole.cache_clear()
+    try:
+        tracemalloc.start()
+        assert inflate(packed, size) == plain
+        assert tracemalloc.get_traced_memory()[1] < size + (8 << 20)
+        for wrong in (packed[:-1], packed[: len(packed) // 2]):
+            with pytest.raises(ValueError, match=r"bytes"):
+                inflate(wrong, size)
     finally:
         tracemalloc.stop()
         decompress_deflate.zlib_module.cache_clear()
