@@ -21,7 +21,8 @@ from pathlib import Path
 TREES = Path(__file__).parent / "trees"  # recorded machines
 _CGROUP = Path("/sys/fs/cgroup")
 _serial = itertools.count()
-OPTIONAL = frozenset({"container"})  # rigs that CI does without where the package cannot be installed
+# Rigs that CI does without: where the package cannot be installed, or where the kernel has no such cgroups.
+OPTIONAL = frozenset({"container", "inner_cgroup"})
 
 
 def why_no_rigs() -> str | None:
@@ -58,6 +59,15 @@ def why_not_cgroup() -> str | None:
             return None
     except OSError as problem:
         return f"cannot make a memory cgroup: {problem}"
+
+
+def why_not_inner_cgroup() -> str | None:
+    """Why a job cannot limit the memory of a cgroup below its own, or None."""
+    if reason := why_not_cgroup():
+        return reason
+    if (_CGROUP / "cgroup.controllers").exists():
+        return "cgroup v2 has no limits below a cgroup in which processes run"
+    return None
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,11 @@ def memory_cgroup(limit: int, *, swap: int | None = 0) -> Iterator[Cgroup]:
 
 def read_only_cgroup(command: Sequence[str], group: Cgroup) -> list[str]:
     """The command in the group, which it sees as the root of a read-only cgroup file system, as in docker."""
-    if group.version == "v2":
-        mount = "mount -t cgroup2 -o ro cgroup2 /sys/fs/cgroup"
-        unshare = ["unshare", "--cgroup", "--mount", "--propagation", "private"]
-    else:
-        here = "/sys/fs/cgroup/memory"
-        mount = f"mount --bind {group.path} {here} && mount -o remount,bind,ro {here}"
-        unshare = ["unshare", "--mount", "--propagation", "private"]
+    here = _CGROUP if group.version == "v2" else _CGROUP / "memory"
+    mount = f"mount --bind {group.path} {here} && mount -o remount,bind,ro {here}"
+    unshare = ["unshare", "--mount", "--propagation", "private"]
+    if group.version == "v2":  # there the path of one's own cgroup is what tells where the mount begins
+        unshare.append("--cgroup")
     return group.command([*unshare, "sh", "-c", f'{mount} && exec "$@"', "sh", *command])
 
 
@@ -289,6 +297,7 @@ def container() -> Iterator[Container]:
 WHY_NOT = {
     "mount": why_not_mount,
     "cgroup": why_not_cgroup,
+    "inner_cgroup": why_not_inner_cgroup,
     "swap": why_not_swap,
     "user": why_not_user,
     "container": why_not_container,

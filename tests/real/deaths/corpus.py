@@ -62,7 +62,7 @@ class Case:
 
     def needs(self, place: str = "own") -> list[str]:
         """The rigs without which it cannot be brought about."""
-        wants = {"shm": "mount", "disk": "mount", "limit": "cgroup", "swap": "swap"}
+        wants = {"shm": "mount", "disk": "mount", "limit": "cgroup", "inner": "inner_cgroup", "swap": "swap"}
         needed = {wants[name] for name in self.rig if name in wants}
         if place == "podman":
             return sorted({"container"} | needed & {"swap"})
