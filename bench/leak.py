@@ -91,7 +91,7 @@ def ratio(pairs: Sequence[tuple[Block, Block]], read: Callable[[Block], float]) 
 
 
 def interval(pairs: Sequence[tuple[Block, Block]]) -> tuple[float, float]:
-    """Within which the ratio of CPU times lies with a probability of 95 %: from resampled pairs."""
+    """Within which the ratio of CPU times lies with a probability of 95%: from resampled pairs."""
     chance = random.Random(0)
     found = sorted(ratio(chance.choices(pairs, k=len(pairs)), lambda one: one.cpu) for _ in range(10_000))
     return found[250], found[-251]
@@ -135,7 +135,7 @@ def steady(milliseconds: float, products: int, seconds: float) -> Row:
     return Row(
         f"steps of {milliseconds:g} ms, CPU time with : without legroom leak", ratio(pairs, lambda one: one.cpu), "×",
         1.05 if milliseconds >= 20 else None,
-        note=f"95 % between {low:.3f} and {high:.3f}; {len(pairs)} pairs of blocks, their median {each:.3f}; "
+        note=f"95% between {low:.3f} and {high:.3f}; {len(pairs)} pairs of blocks, their median {each:.3f}; "
         f"wall time {ratio(pairs, lambda one: one.wall):.3f}",
     )  # fmt: skip
 

@@ -209,7 +209,7 @@ NOTES = {
     "it the reader alone took 108 ms instead of 149 ms for masks, and 162 ms instead of 151 ms for photographs.",
     "pages": "`LEGROOM_LARGE_PAGES=0` compared with the default, which uses huge pages where they cost at most twice "
     "as much as 4 kB pages ([why](decisions/0012-huge-pages.md)). How many are available depends on what the machine "
-    "has just freed: 16 to 81 % of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 "
+    "has just freed: 16 to 81% of this entry in six runs. A load was 1.07 to 1.37 times as fast, the first epoch 0.86 "
     "to 1.7 times and the second 0.80 to 1.22 times; the lower figures are from runs with few huge pages.",
 }
 CACHES = (
@@ -256,7 +256,8 @@ def table_row(row: dict[str, Any]) -> str:
     state = {None: "", True: "holds", False: "missed"}[row["holds"]]
     note = "; ".join(part for part in (state, row["note"]) if part)
     what = f"– {row['what'].strip()}" if row["what"].startswith("  ") else row["what"]
-    return f"| {what} | {number(row['value'])} {row['unit']} | {target} | {note} |"
+    space = "" if row["unit"].startswith("%") else " "
+    return f"| {what} | {number(row['value'])}{space}{row['unit']} | {target} | {note} |"
 
 
 def gpu_memory_table(found: dict[str, Any]) -> str:
@@ -274,7 +275,7 @@ def gpu_memory_table(found: dict[str, Any]) -> str:
             state = "holds" if off <= target and one["trials"] <= 6 else "missed"
             lines.append(
                 f"| batch size found, {name.removeprefix('finder-')} | {one['found']} of {one['brute']} | "
-                f"within 3 % | {state}; {one['trials']} trials against {one['brute_trials']} of brute force |"
+                f"within 3% | {state}; {one['trials']} trials against {one['brute_trials']} of brute force |"
             )
         elif name.startswith("estimate-"):
             lines.append(
@@ -283,7 +284,7 @@ def gpu_memory_table(found: dict[str, Any]) -> str:
             )
     account = found["account"]
     share = account["unknown"] / account["size"]
-    lines.append(f"| account: unknown | {share:.3%} of the GPU | ≤ 2 % | {'holds' if share <= 0.02 else 'missed'} |")
+    lines.append(f"| account: unknown | {share:.3%} of the GPU | ≤ 2% | {'holds' if share <= 0.02 else 'missed'} |")
     return "\n".join(lines)
 
 

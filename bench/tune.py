@@ -155,7 +155,7 @@ def compare(
     memory = (peaks[ours] or 1) / (peaks[best] or 1)
     rows = [
         Row(f"{name}: of the best throughput", rates[ours] / rates[best], "", 0.9, at_least=True, note=note),
-        Row(f"{name}: of that setting's memory", memory, "", 1.05, note="5 % for noise"),
+        Row(f"{name}: of that setting's memory", memory, "", 1.05, note="5% for noise"),
         Row(f"{name}: time to measure", seconds, "s", 5.0),
     ]  # fmt: skip
     search = [

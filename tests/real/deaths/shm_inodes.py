@@ -1,4 +1,4 @@
-"""/dev/shm has free space but no free inode: "No space left on device" at a level of 0 %."""
+"""/dev/shm has free space but no free inode: "No space left on device" at a level of 0%."""
 
 from multiprocessing.shared_memory import SharedMemory
 
