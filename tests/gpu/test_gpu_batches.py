@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from interrupted_loops import Interrupted, InterruptedAt
 from legroom.errors import NoRoom, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches import cuda_calls_for_gather, cuda_pinned
@@ -323,6 +324,44 @@ def test_an_epoch_left_early_and_begun_again(shared: Any) -> None:
 def entry_maps(pid: int | str = "self") -> str:
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return "\n".join(line for line in lines if "legroom-gpu-test-" in line)
+
+
+@pytest.mark.parametrize("path", [*REGISTERED, "cuda-pinned", "cuda-resident"])
+def test_an_interruption_at_any_line_loses_no_batch(stores: Path, source: Path, path: str) -> None:
+    folder = Path(legroom.__file__).parent / "loader" / "batches"
+    files = [os.fspath(file) for file in folder.glob("*.py") if not file.name.startswith("cpu_")]
+    options: dict[str, Any] = {"path": path} if path in REGISTERED else {"resident": path == "cuda-resident"}
+    interruptions = 0
+    with legroom.open(source, backing="disk" if path == "cuda-pinned" else "shm") as data:
+        expected = {name: torch.from_numpy(np.array(data[name])) for name in ("labels", "odd", "images")}
+        on_gpu = data.batches(BATCH, shuffle=True, seed=5, epoch=0, device="cuda", **options)
+        assert on_gpu.path == path, on_gpu.why
+        order = [
+            row for batch in data.batches(BATCH, shuffle=True, seed=5, epoch=0) for row in batch["labels"].tolist()
+        ]
+        for number in range(1, 900, 2):
+            loop, found, kept, ends = iter(on_gpu), list[int](), list[Any](), InterruptedAt(number, *files)
+            while True:
+                try:
+                    with ends:
+                        batch = next(loop)
+                except Interrupted:
+                    interruptions += 1
+                    assert on_gpu.state_dict()["position"] % ROWS == len(found) % ROWS  # or the next epoch's
+                    continue
+                except StopIteration:
+                    break
+                found += batch["labels"].tolist()
+                assert on_gpu.state_dict()["position"] == len(found)
+                kept.append(batch)
+                if number % 4 == 1:  # a batch is dropped while the next is made, or all are kept
+                    del kept[:-1], batch
+            assert found == order, number
+            for one in kept:
+                rows = one["labels"].cpu()
+                assert all(torch.equal(one[name].cpu(), expected[name][rows]) for name in expected), number
+        del on_gpu, loop, kept, batch, one
+    assert interruptions > 100
 
 
 def test_registered_once_and_let_go_with_the_data(stores: Path, source: Path) -> None:
