@@ -104,62 +104,74 @@ class QueuedBatch:
                 self._side.driver.record_use(tensor, self._side.stream)
 
 
+class _SentOrder:
+    """An order in host memory and its copy in GPU memory."""
+
+    __slots__ = ("_address", "_start", "_streams", "_there", "host", "tensor")
+
+    def __init__(self, driver: Driver, host: NDArray, *, several_streams: bool) -> None:
+        self.host, self.tensor = host, driver.row_numbers(host.view(np.int64))
+        self._start, self._address = host.ctypes.data, self.tensor.data_ptr()
+        self._there: Any = None  # the event after which the order is in GPU memory
+        self._streams: set[int] | None = None  # that wait for it; None: it is used on the stream that sent it
+        if several_streams:
+            current = driver.current()
+            self._there, self._streams = driver.mark(current), {current.cuda_stream}
+
+    def address(self, rows: NDArray) -> int:
+        """Where these row numbers of it are in GPU memory."""
+        return self._address + rows.ctypes.data - self._start
+
+    def view(self, rows: NDArray) -> torch.Tensor:
+        """These row numbers of it, in GPU memory."""
+        first = (rows.ctypes.data - self._start) // 8
+        return self.tensor[first : first + len(rows)]
+
+    def use_on_current_stream(self, driver: Driver) -> None:
+        """Let the current stream wait for it, once, and keep its memory until that stream has read it."""
+        if self._streams is None:
+            return
+        current = driver.current()
+        if current.cuda_stream not in self._streams:
+            current.wait_event(self._there)
+            driver.record_use(self.tensor, current)
+            self._streams.add(current.cuda_stream)  # last: an interruption before it only means waiting twice
+
+
 class EpochOrder:
     """Row numbers in GPU memory. The order of an epoch is sent whole with its first batch; batches get views of it.
 
     The order is used on the stream that was current when it was sent, and with ``several_streams`` on others too. Each
-    of these waits for the order once, and its memory is not reused before all of them have read it.
+    of these waits for the order once, and its memory is not reused before all of them have read it. What is known of
+    the order is one object: after an interruption it is that of one order, or of the one before.
     """
 
     def __init__(self, driver: Driver, *, several_streams: bool = False) -> None:
         self._driver, self._several_streams = driver, several_streams
-        self._sent: tuple[NDArray, torch.Tensor] | None = None
-        self._start = self._address = 0  # of the order, in host and in GPU memory
-        self._there: Any = None  # the event after which the order is in GPU memory
-        self._streams: set[int] = set()  # that wait for it
+        self._sent: _SentOrder | None = None
 
     def on_device(self, rows: NDArray) -> torch.Tensor:
         """The row numbers, usable on the current stream."""
-        sent = self._whole(rows)
-        if sent is None:
+        whole = rows.base
+        if not isinstance(whole, np.ndarray) or not _is_order(whole) or not _is_order(rows):
             return self._driver.row_numbers(rows)
-        self._use_on_current_stream()
-        first = (rows.ctypes.data - self._start) // 8
-        return sent[first : first + len(rows)]
+        sent = self._sent
+        if sent is None or sent.host is not whole:
+            sent = self._sent = _SentOrder(self._driver, whole, several_streams=self._several_streams)
+        sent.use_on_current_stream(self._driver)
+        return sent.view(rows)
 
     def address(self, rows: NDArray) -> int | None:
         """Where the row numbers are in GPU memory, if they were sent before. This takes a tenth of ``on_device``."""
-        if self._sent is None or self._sent[0] is not rows.base or not _is_order(rows):
+        sent = self._sent
+        if sent is None or sent.host is not rows.base or not _is_order(rows):
             return None
-        self._use_on_current_stream()
-        return self._address + rows.ctypes.data - self._start
+        sent.use_on_current_stream(self._driver)
+        return sent.address(rows)
 
     def drop(self) -> None:
         """Free the order in GPU memory."""
         self._sent = None
-
-    def _whole(self, rows: NDArray) -> torch.Tensor | None:
-        """The order that the rows are a part of, in GPU memory; None where they are no part of one."""
-        whole = rows.base
-        if not isinstance(whole, np.ndarray) or not _is_order(whole) or not _is_order(rows):
-            return None
-        if self._sent is None or self._sent[0] is not whole:
-            sent = self._driver.row_numbers(whole.view(np.int64))
-            if self._several_streams:
-                current = self._driver.current()
-                self._there, self._streams = self._driver.mark(current), {current.cuda_stream}
-            self._sent = whole, sent
-            self._start, self._address = whole.ctypes.data, sent.data_ptr()
-        return self._sent[1]
-
-    def _use_on_current_stream(self) -> None:
-        if not self._several_streams or self._sent is None:
-            return
-        current = self._driver.current()
-        if current.cuda_stream not in self._streams:
-            self._streams.add(current.cuda_stream)
-            current.wait_event(self._there)
-            self._driver.record_use(self._sent[1], current)
 
 
 def _is_order(rows: NDArray) -> bool:
