@@ -25,10 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from legroom.cache import mapped_files_and_checksums
-from legroom.cache.mapped_files_and_checksums import read_at, write_all
+from legroom.cache.mapped_files_and_checksums import read_at
 from legroom.errors import LegroomError, RemoteError
 from legroom.remote.object_store import CONNECTIONS, BufferSink, RemoteObject
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl
+from legroom.system.file_writes import write_parts, write_through
 from legroom.system.processes_and_threads import lower_thread_priority, start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
@@ -56,6 +57,7 @@ class Download:
         ask: Callable[[int], None] = lambda _: None,
         threads: int = CONNECTIONS,
         supplied: bool = False,
+        through: bool = False,
         in_memory: bool = False,
     ) -> None:
         """Begin or resume it in an existing folder of its own.
@@ -65,10 +67,12 @@ class Download:
             whole: Fetch all of it; else only what is waited for.
             ask: Called before bytes are written; raises if they no longer fit.
             supplied: Ask the server for nothing: every piece comes by ``put``.
+            through: Write through to the disk: free memory does not hold the object.
             in_memory: The folder is in a file system in memory, where reading a mapped file cannot fail.
         """
         self.url, self.stamp, self.path = url, stamp, folder / DATA
         self._ask, self._whole, self._supplied, self._in_memory = ask, whole, supplied, in_memory
+        self._write_parts = write_through if through else write_parts
         self.waiting: Callable[[], None] = lambda: None  # called now and then by every thread that waits
         self._changed = threading.Condition()
         self.problem: BaseException | None = None  # why it failed, if it has
@@ -423,7 +427,7 @@ class Download:
         )
 
     def _write(self, number: int, data: memoryview) -> None:
-        write_all(self._file, data, number * PIECE)
+        self._write_parts(self._file, [data], number * PIECE)
         self._checksums[number] = crc = mapped_files_and_checksums.crc32()(data)
         head = struct.pack("<QI", number, crc)
         os.write(self._journal, head + struct.pack("<I", zlib.crc32(head)))  # after the data, in one call
@@ -466,7 +470,7 @@ class Download:
 
         def take(block: bytes) -> None:
             self._ask(len(block))
-            write_all(self._file, memoryview(block), self.present)
+            self._write_parts(self._file, [memoryview(block)], self.present)
             self.received += len(block)
             self.present += len(block)
             self.waiting()

@@ -138,8 +138,9 @@ def fetched(
                 in_memory, taken = store.backing == "shm", supply is not None
                 folder = _folder(store, name)
                 download = Download(
-                    file.path, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=taken, in_memory=in_memory
-                )
+                    file.path, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=taken,
+                    through=store_free_space.fills_memory(store, BuildNeed(total)), in_memory=in_memory,
+                )  # fmt: skip
                 downloads[name] = stack.enter_context(download)
                 begun.append((download, supply))
             reservation.update(downloads.values())
@@ -177,7 +178,10 @@ def temporary_file(url: ObjectUrl, stamp: ObjectStamp, *, whole: bool) -> Iterat
             lambda store: stack.enter_context(StagingDirectory(store, need, evict=True)),
             str(url),
         )
-        download = stack.enter_context(Download(url, stamp, work.folder, whole=whole, ask=work.check_capacity))
+        through = work.fills_memory()
+        download = stack.enter_context(
+            Download(url, stamp, work.folder, whole=whole, ask=work.check_capacity, through=through)
+        )
         try:
             download.start()
             stack.enter_context(arriving(download.path, download))

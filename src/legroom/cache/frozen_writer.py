@@ -24,6 +24,7 @@ from legroom.cache.manifest import Array, file_name, npy_header, stamp_of
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.errors import UsageError
 from legroom.messages import say
+from legroom.system.file_writes import write_all, write_parts, write_through
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 TYPES: dict[type, int] = {list: LIST, tuple: TUPLE, dict: DICT}
@@ -78,6 +79,7 @@ class FileOutputs(Outputs):
         self._names = {part: file_name(part, ".npy", taken) for part in ARRAYS}
         self._fds: dict[str, int] = {}
         self._total = 0
+        self._write = write_through if staging.fills_memory() else write_parts
 
     def __enter__(self) -> FileOutputs:
         try:
@@ -99,7 +101,7 @@ class FileOutputs(Outputs):
         if self._total > self._staging.need.nbytes - (1 << 16):
             self._staging.reserve_more(self._total + max(self._total // 4, 1 << 20))
         self._staging.check_capacity(size)
-        mapped_files_and_checksums.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
+        self._write(self._fds[part], [memoryview(data).cast("B")], _HEADER + position)
 
     def sealed(self, written: Written) -> tuple[Array, ...]:
         """Write the headers and make the files read-only."""
@@ -109,7 +111,7 @@ class FileOutputs(Outputs):
             shape = (written.sizes[part] // kind.itemsize,)
             header = npy_header(shape, kind)
             assert len(header) == _HEADER
-            mapped_files_and_checksums.write_all(self._fds[part], memoryview(header), 0)
+            write_all(self._fds[part], memoryview(header), 0)
         self.__exit__()  # nothing changes the files' times from here on
         for part, dtype in ARRAYS.items():
             kind = np.dtype(dtype)

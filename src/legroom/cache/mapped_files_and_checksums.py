@@ -1,4 +1,4 @@
-"""Pages of the cache's files: copy-on-write mappings, prefaulting, huge pages, NUMA nodes; reads, writes and CRC-32.
+"""Pages of the cache's files: copy-on-write mappings, prefaulting, huge pages, NUMA nodes; reads and CRC-32.
 
 Mappings are private and writable: a trainer that writes in place changes its own pages only. They reserve no memory,
 otherwise 40 GB could not be mapped on a 24 GB machine. Under ``vm.overcommit_memory=2`` the kernel would charge every
@@ -47,6 +47,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.system.file_writes import MOST_PARTS
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import (
     MAP_FAILED,
@@ -412,43 +413,6 @@ def read_at(fd: int, view: memoryview, offset: int) -> int:
     data = os.pread(fd, len(view), offset)
     view[: len(data)] = data
     return len(data)
-
-
-def write_all(fd: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of ``data`` at ``offset``."""
-    view = memoryview(data)
-    while len(view):
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
-
-
-def write_back(fd: int) -> None:
-    """Write a file's dirty pages and wait for that, without the disk flush of fsync."""
-    if sys.platform == "linux":
-        everything = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, WRITE, WAIT_AFTER
-        if libc().sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), everything) == 0:
-            return
-        problem = last_error()
-        if problem.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-            raise problem
-    try:
-        os.fsync(fd)
-    except OSError as problem:
-        if problem.errno not in (errno.EINVAL, errno.EROFS, errno.ENOTSUP):
-            raise
-
-
-MOST_PARTS = 256  # per call: POSIX guarantees 16, Linux allows 1024
-
-
-def write_parts(fd: int, parts: list[memoryview], offset: int) -> None:
-    """Write several buffers one after the other at ``offset``, in one call if the system can."""
-    done = os.pwritev(fd, parts, offset) if hasattr(os, "pwritev") and len(parts) <= MOST_PARTS else 0
-    for part in parts:
-        if done < len(part):  # a short write, or none
-            write_all(fd, part[done:], offset + done)
-        done = max(0, done - len(part))
-        offset += len(part)
 
 
 def grouped(parts: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:

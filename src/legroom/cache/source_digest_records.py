@@ -26,11 +26,12 @@ from typing import Any
 
 from legroom.cache.file_stamps import Stamp
 from legroom.cache.manifest import is_key
-from legroom.cache.mapped_files_and_checksums import opened, write_all
+from legroom.cache.mapped_files_and_checksums import opened
 from legroom.cache.source_stamps_and_digests import DIGITS, Source, same_lookup
 from legroom.cache.store_directories import Store, existing_stores, is_resource_shortage, read_small_file, store_lock
 from legroom.formats.base_reader import Lookup
 from legroom.remote.remote_object import ObjectStamp, ObjectUrl, stamp_from_json
+from legroom.system.file_writes import write_all
 from legroom.system.lazy_and_optional_imports import import_lock
 
 RECORD_FORMAT = 2  # a record of another format is ignored: the source is hashed again

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from legroom.cache.file_stamps import Stamp, StampedFile, StampedFolder, is_folder, packed, stamp_file, stamp_folder
-from legroom.cache.mapped_files_and_checksums import opened, read_at, write_back
+from legroom.cache.mapped_files_and_checksums import opened, read_at
 from legroom.errors import (
     LegroomError,
     NoSuchObject,
@@ -36,6 +36,7 @@ from legroom.formats.base_reader import BaseReader, Description, Lookup
 from legroom.formats.file_reads_and_errors import arriving_bytes, changed_while_read, unreadable, wait_for_some
 from legroom.messages import phrase, say
 from legroom.remote.remote_object import BOUND, ObjectStamp, ObjectUrl, SourcePath
+from legroom.system.file_writes import write_back
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import, require
 from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 

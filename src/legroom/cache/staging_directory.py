@@ -16,7 +16,7 @@ from dataclasses import replace
 from legroom.cache import eviction, locks, store_free_space
 from legroom.cache.eviction import evict_until_fits
 from legroom.cache.locks import Lock
-from legroom.cache.mapped_files_and_checksums import HugePages, opened, write_all
+from legroom.cache.mapped_files_and_checksums import HugePages, opened
 from legroom.cache.store_directories import (
     BUILDING,
     LOCK,
@@ -32,6 +32,7 @@ from legroom.cache.store_directories import (
 from legroom.cache.store_free_space import directory_bytes, keep_count
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory_budget import Allowed
+from legroom.system.file_writes import write_all
 
 _CREDIT = 16 << 20
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -144,6 +145,10 @@ class StagingDirectory:
         """What decoding may allocate now, in addition to the data still to be written to a store in memory."""
         taken = directory_bytes(self.store.work, self.name)
         return store_free_space.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
+
+    def fills_memory(self) -> bool:
+        """Whether the files on a disk are larger than the memory that is free now beside decoding."""
+        return store_free_space.fills_memory(self.store, self.need)
 
     def write_sealed(self, name: str, data: memoryview | bytes) -> os.stat_result:
         """Write a file, read-only and, on a disk, durable. Returns its stat."""

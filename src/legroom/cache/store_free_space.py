@@ -162,6 +162,11 @@ def shortfalls(store: Store, need: BuildNeed, promised: int) -> list[tuple[int, 
     return missing
 
 
+def fills_memory(store: Store, need: BuildNeed) -> bool:
+    """Whether files on a disk are larger than the memory that is free now beside decoding: they are written through."""
+    return not in_memory(store) and any(need.nbytes + need.decoding > bound.free for bound in memory_bounds())
+
+
 def check_now(store: Store, count: int, need: BuildNeed) -> int:
     """Raise NoRoom if ``count`` bytes of ``need`` no longer fit. Returns how many bytes are free."""
     bound = tightest(bounds_now(store))

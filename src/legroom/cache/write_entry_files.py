@@ -24,7 +24,7 @@ from legroom.cache import mapped_files_and_checksums, source_stamps_and_digests
 from legroom.cache.downloads_in_store import Fetched
 from legroom.cache.find_or_build_entry import OpenRequest
 from legroom.cache.manifest import Array, Table, stamp_of
-from legroom.cache.mapped_files_and_checksums import Part, grouped, interleaved, opened, read_at, write_all, write_parts
+from legroom.cache.mapped_files_and_checksums import Part, grouped, interleaved, opened, read_at
 from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, Piece, SourceLayout, TableTarget, decoding_bytes
 from legroom.cache.source_stamps_and_digests import Source, source_changed_error, source_gone_error
 from legroom.cache.staging_directory import StagingDirectory
@@ -34,6 +34,7 @@ from legroom.errors import LegroomError
 from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import wait_for_bytes, wrong_checksum
+from legroom.system.file_writes import WriteParts, write_all, write_parts, write_through
 from legroom.system.processes_and_threads import (
     lower_thread_priority,
     release_freed_memory,
@@ -108,9 +109,11 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
         ThreadPoolExecutor(min(_MOST_COPIERS, copiers), "legroom-copy", initializer) as copying,
     ):
         job.memory.measure = work.decoding_allowance
+        job.memory.write_through = through = work.fills_memory()
         writer = ArrayWriter(
-            job.readers, meter, copying, work.check_capacity, job.memory, job.layout, by_map=_by_map(work.store)
-        )
+            job.readers, meter, copying, work.check_capacity, job.memory, job.layout,
+            by_map=_by_map(work.store), write=write_through if through else write_parts,
+        )  # fmt: skip
         first: list[Future[Any]] = []
         try:
             step("read")
@@ -336,8 +339,9 @@ class ArrayWriter:
         layout: SourceLayout,
         *,
         by_map: bool,
+        write: WriteParts,
     ) -> None:
-        self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
+        self._readers, self._meter, self._pool, self._by_map, self._write = readers, meter, pool, by_map, write
         self._again, self._memory = again, memory
         self._extents, self._slabs = layout.extents, layout.slabs
         self._small_jobs: list[Future[Any]] = []
@@ -515,7 +519,7 @@ class ArrayWriter:
                 raise source_changed_error(extent.path)
             part = buffer[:got]
             total = crc(part, total)
-            write_all(fd, part, to + done)
+            self._write(fd, [part], to + done)
             done += got
             self._meter.add(got)
         return [(total, length)]
@@ -526,7 +530,7 @@ class ArrayWriter:
         for parts in grouped(slab.decode(), _BUFFER):
             for part in parts:
                 total = crc(part, total)
-            write_parts(fd, parts, to + done)
+            self._write(fd, parts, to + done)
             length = sum(map(len, parts))
             done += length
             self._meter.add(length)
@@ -548,7 +552,7 @@ class ArrayWriter:
             if piece.shift:
                 whole += piece.shift
             data = whole[piece.skip :].reshape(-1).view(np.uint8).data
-        write_all(fd, data, len(target.header) + piece.offset)
+        self._write(fd, [data], len(target.header) + piece.offset)
         return [(mapped_files_and_checksums.crc32()(data), len(data))]
 
     def _decode_into_map(self, target: ArrayTarget, piece: Piece, fd: int) -> list[Part]:

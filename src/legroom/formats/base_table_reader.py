@@ -18,6 +18,7 @@ from legroom.formats.base_reader import FileReader, TableSpec, as_json, column_n
 from legroom.formats.file_reads_and_errors import damaged, unreadable
 from legroom.formats.fill_output_arrays import Progress, no_progress
 from legroom.messages import phrase, say
+from legroom.system.file_writes import WrittenThrough
 from legroom.system.lazy_and_optional_imports import require
 
 NAME = "table"  # the file holds one table without a name
@@ -58,7 +59,9 @@ class TableReader(FileReader):
         return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes, meaning)
 
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
-        rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
+        rows, taken = write_ipc(
+            self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask, self.memory.write_through
+        )
         if rows != spec.rows:
             raise damaged(self.path, f"it has {rows} rows, but its metadata states {spec.rows}")
         return taken
@@ -128,15 +131,17 @@ def write_ipc(
     progress: Progress,
     source: Path,
     ask: Progress = no_progress,
+    through: bool = False,
 ) -> tuple[int, int]:
     """Write batches as an uncompressed Arrow IPC file; returns its rows and bytes.
 
-    Space was reserved for ``most`` bytes. A source that holds more than its metadata states is damaged.
+    Space was reserved for ``most`` bytes. A source that holds more than its metadata states is damaged. ``through``:
+    write through to the disk, because memory is short.
     """
     arrow = require("pyarrow", "parquet", phrase("tables"))
     options = arrow.ipc.IpcWriteOptions(compression=None, emit_dictionary_deltas=True)
     rows = reported = 0
-    with arrow.OSFile(str(path), "wb") as sink:
+    with arrow.PythonFile(WrittenThrough(str(path)), "w") if through else arrow.OSFile(str(path), "wb") as sink:
         with arrow.ipc.new_file(sink, schema, options=options) as writer:
             for batch in batches:
                 ask(bytes_of_batch(batch))

@@ -48,6 +48,7 @@ class DecodingMemory:
     """The memory of one load; ``measure`` returns what is free now (None: no limit)."""
 
     measure: Callable[[], Allowed] | None = None
+    write_through: bool = False  # what is written does not fit beside it: each page must reach the disk at once
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _in_use: int = 0  # taken by threads that give it back without waiting for others
     _kept: dict[int, int] = field(default_factory=dict)  # per thread: bytes freed that its arena may still hold

@@ -148,7 +148,9 @@ class HfDatasetsReader(BaseReader):
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
         shards = self._shards[spec.name]
         batches = (batch for shard in shards for batch in shard.batches())
-        rows, taken = write_ipc(shards[0].chosen_schema(), batches, path, spec.nbytes, progress, self.path, ask)
+        rows, taken = write_ipc(
+            shards[0].chosen_schema(), batches, path, spec.nbytes, progress, self.path, ask, self.memory.write_through
+        )
         if rows != spec.rows:
             why = say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows)
             raise damaged(self.path, why)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from legroom.cache import mapped_files_and_checksums, write_entry_files
+from legroom.system import file_writes
 
 
 def _file(tmp_path: Path) -> int:
@@ -24,18 +25,18 @@ def test_parts_are_written_whole_whatever_one_call_takes(
             os, "pwritev", lambda fd, views, at: os.pwrite(fd, b"".join(views)[:most], at), raising=False
         )
     fd = _file(tmp_path)
-    mapped_files_and_checksums.write_parts(fd, parts, 3)
+    file_writes.write_parts(fd, parts, 3)
     os.close(fd)
     assert (tmp_path / "x").read_bytes() == b"\0\0\0hello wide w"
 
 
 def test_without_pwritev_and_with_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = _file(tmp_path)
-    mapped_files_and_checksums.write_parts(fd, [memoryview(b"ab")] * (mapped_files_and_checksums.MOST_PARTS + 1), 0)
+    file_writes.write_parts(fd, [memoryview(b"ab")] * (file_writes.MOST_PARTS + 1), 0)
     monkeypatch.delattr(os, "pwritev", raising=False)
-    mapped_files_and_checksums.write_parts(fd, [memoryview(b"cd"), memoryview(b"e")], 0)
+    file_writes.write_parts(fd, [memoryview(b"cd"), memoryview(b"e")], 0)
     os.close(fd)
-    assert (tmp_path / "x").read_bytes() == b"cdeb" + b"ab" * (mapped_files_and_checksums.MOST_PARTS - 1)
+    assert (tmp_path / "x").read_bytes() == b"cdeb" + b"ab" * (file_writes.MOST_PARTS - 1)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_without_pwritev_and_with_very_many_parts(tmp_path: Path, monkeypatch: p
         ([], []),
         ([400_000] * 5, [2, 2, 1]),
         ([2 << 20, 1, 1], [1, 2]),
-        ([1] * (mapped_files_and_checksums.MOST_PARTS + 2), [mapped_files_and_checksums.MOST_PARTS, 2]),
+        ([1] * (file_writes.MOST_PARTS + 2), [file_writes.MOST_PARTS, 2]),
     ],
 )
 def test_groups_of_about_a_buffer(sizes: list[int], groups: list[int]) -> None:
