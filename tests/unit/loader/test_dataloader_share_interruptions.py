@@ -37,6 +37,7 @@ pytestmark = [
 traced = pytest.mark.skipif(sys.implementation.name != "cpython", reason="raises from a trace function")
 MODULES = [shared_epoch_iterator, producer_client, make_batches_in_trainer, map_slots_in_trainer, producer_messages]
 FILES = [str(module.__file__) for module in [*MODULES, epoch_iterator, receive]]
+OWN_FILES = [str(module.__file__) for module in (shared_epoch_iterator, make_batches_in_trainer)]
 os.register_at_fork(after_in_child=lambda: sys.settrace(None))  # only the trainer is interrupted
 
 
@@ -52,17 +53,17 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert not trainers.producers()
 
 
-def interrupted(loader: Any, first: int, step: int, other: Any = None) -> tuple[list[str], int]:
+def interrupted(loader: Any, files: list[str], step: int, other: Any = None) -> tuple[list[str], int]:
     """The lines of an epoch in which an interruption strikes before each batch, each time some lines later.
 
     After it, the loop is used again, or another begins with the state. ``other`` takes as many batches.
     """
-    loop, found, number, strikes = iter(loader), list[str](), first, 0
+    loop, found, first, number, strikes = iter(loader), list[str](), 1, 1, 0
     epoch = loader.state_dict()["epoch"]
     while True:
         if other is not None:
             next(other, None)
-        ends = InterruptedAt(number, *FILES)
+        ends = InterruptedAt(number, *files)
         try:
             with ends:
                 batch = next(loop)
@@ -87,16 +88,16 @@ def interrupted(loader: Any, first: int, step: int, other: Any = None) -> tuple[
 
 @traced
 def test_a_trainer_alone_that_is_interrupted_at_any_line_gets_every_batch_once(make: Any) -> None:
-    loader = make(Noise(140))
-    found, strikes = interrupted(loader, 1, 3)
-    assert found == reference(loader, 1) and strikes > 20
+    loader = make(Noise(300))
+    found, strikes = interrupted(loader, OWN_FILES, 1)
+    assert found == reference(loader, 1) and strikes > 50
 
 
 @traced
 def test_a_stream_that_is_interrupted_at_any_line_gets_every_batch_once(make: Any) -> None:
-    expected = [share_data.line(0, number, batch) for number, batch in enumerate(make(Counting(100), shuffle=None))]
-    found, strikes = interrupted(make(Counting(100), shuffle=None), 1, 7)
-    assert found == expected and strikes > 10
+    expected = [share_data.line(0, number, batch) for number, batch in enumerate(make(Counting(200), shuffle=None))]
+    found, strikes = interrupted(make(Counting(200), shuffle=None), OWN_FILES, 1)
+    assert found == expected and strikes > 30
 
 
 @traced
@@ -110,7 +111,7 @@ def test_a_trainer_of_a_group_that_is_interrupted_at_any_line_gets_every_batch_o
                     break
         for one in other, loader:
             one.load_state_dict({**one.state_dict(), "begun": True, "epoch": 5, "yielded": 0})
-        found, strikes = interrupted(loader, 1, 3, iter(other))
+        found, strikes = interrupted(loader, FILES, 3, iter(other))
         assert found == reference(loader, 6)[-400:] and strikes > 100
         slots = loader._sharing._group.slots
         assert slots is None or len(slots._lent) <= 2
