@@ -279,7 +279,7 @@ class Group:
             self.files.remove_leftovers(_DYING_S)
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        begun = hasattr(self, "files") or getattr(self, "unavailable", None) is not None
+        begun = hasattr(self, "_failed_starts") and (self.unavailable is not None or hasattr(self, "files"))
         if not at_exit() and begun and self.pid == os.getpid():
             self.close()
 
