@@ -242,7 +242,10 @@ def test_a_batch_that_comes_before_its_turn_keeps_its_slot() -> None:
         def send(self, *message: Any) -> bool:
             return True
 
-        def receive(self, timeout: float) -> Any:
+        def wait(self, timeout: float) -> bool:
+            return True
+
+        def receive(self) -> Any:
             return (self.waiting.pop(0), [5]) if self.waiting else None
 
     batch = ("batch", (0, 1), 7, 70, False, b"body")

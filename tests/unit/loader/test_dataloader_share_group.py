@@ -453,7 +453,7 @@ def test_a_trainer_forgets_slots_that_no_batch_can_use() -> None:
     def send(slot: Slot) -> None:
         made = Made(end=True)
         made.end, made.slot, made.body = False, SimpleNamespace(slot=slot), b"body"
-        assert producer._send_batch(1, MadeBatch((0, 0), 0, made, 7))
+        assert producer._send_batch(1, MadeBatch((0, 0), 0, made, 7), (7, 0))
 
     first, second = (Slot.make(1 << 12, 1) for _ in range(2))
     gone = first.id
@@ -543,7 +543,9 @@ def test_a_batch_that_cannot_be_mapped_is_made_here(body: bytes | None, monkeypa
     group.name, group.gpu, group._started_it, group.welcome = "train", None, False, True
     fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(1 if body is not None else 2)]
     message = ("batch", (0, 0), 1, 7, True, body)
-    group.connection = SimpleNamespace(receive=lambda timeout: (message, list(fds)))  # type: ignore[assignment]
+    group.connection = SimpleNamespace(  # type: ignore[assignment]
+        wait=lambda timeout: True, receive=lambda: (message, list(fds))
+    )
     group.slots = SimpleNamespace(add=add)  # type: ignore[assignment]
     with pytest.raises(Closed):
         group._read(0.1)

@@ -79,7 +79,7 @@ class MadeBatch:
     nbytes: int
     content: Any
     serial: int
-    holders: set[int] = field(default_factory=set)
+    holders: dict[int, set[int | None]] = field(default_factory=dict)  # by trainer: its grants of it
 
 
 class Window:
@@ -107,7 +107,7 @@ class Window:
         """A trainer is gone, and holds nothing any more."""
         self.members.pop(number, None)
         for entry in [*self.entries.values(), *self.aside.values()]:
-            entry.holders.discard(number)
+            entry.holders.pop(number, None)
         self.trim()
 
     def want(self, number: int, position: Position) -> Answer:
@@ -143,17 +143,20 @@ class Window:
         member = self.members[number]
         assert member.cursor is not None
         entry = self.entries[member.cursor]
-        entry.holders.add(number)
+        entry.holders.setdefault(number, set()).add(member.granted)
         member.cursor, member.asking, member.unread = self._after(member.cursor), False, False
         member.granted += 1
         self.trim()
         return entry
 
-    def release(self, number: int, serial: int) -> MadeBatch | None:
-        """A trainer uses a batch no more."""
+    def release(self, number: int, serial: int, grant: int | None = None) -> MadeBatch | None:
+        """A trainer uses a batch no more; ``grant``: as it got it then, for it may have got it twice."""
         entry = self.aside.get(serial) or next((one for one in self.entries.values() if one.serial == serial), None)
         if entry is not None:
-            entry.holders.discard(number)
+            grants: set[int | None] = entry.holders.get(number, set())
+            grants.discard(grant)
+            if not grants or grant is None:
+                entry.holders.pop(number, None)
             self.trim()
         return entry
 

@@ -71,16 +71,20 @@ class _Workers:
         made.rejoined()
         return made
 
-    def start(self, position: Position) -> None:
-        """Start workers at a position."""
+    def start(self, position: Position, state: StreamState | None = None) -> None:
+        """Start workers at a position; ``state``: of a stream there."""
         raise NotImplementedError
 
-    def _take(self, position: Position, after: Position) -> Any:
+    def state_after(self, state: StreamState | None, sent: tuple[int, bytes, int | None] | None) -> StreamState | None:
+        """The state of a stream after a batch, with what was sent with that."""
+        return None
+
+    def _take(self, position: Position, after: Position, state: StreamState | None = None) -> Any:
         """The next batch of the workers, which is the one at ``position``; StopIteration if there is none."""
         while True:
             if self._inner is None:
-                self.start(position)
-            self._next = after
+                self.start(position, state)
+            self._next = after  # before it is taken: whoever is interrupted and asks for it again starts workers there
             try:
                 return next(self._inner)
             except WorkerDied:
@@ -137,11 +141,16 @@ class OwnBatches(_Workers):
         self._since: float | None = None  # when the first of these batches was made
         self._count = 0
 
-    def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
-        """The batch at a position.
+    def make(
+        self, position: Position, state: StreamState | None, *, alone: bool, expected: bool
+    ) -> tuple[Any, StreamState | None]:
+        """The batch at a position, and no state.
 
         ``alone``: no other trainer is there. ``expected``: a producer will soon make the batches.
         """
+        return self._made(position, alone=alone, expected=expected), None
+
+    def _made(self, position: Position, *, alone: bool, expected: bool) -> Any:
         if self._inner is not None and self._next == position:
             return self._taken(position)
         now = time.monotonic()
@@ -192,18 +201,19 @@ class OwnBatches(_Workers):
             fix=(say("raise the memory limit"), say("use fewer trainers or a smaller batch")),
         )  # fmt: skip
 
-    def start(self, position: Position) -> None:
+    def start(self, position: Position, state: StreamState | None = None) -> None:
         """Start workers at a position, or let those that persist begin there."""
         self._inner = None
-        if self._loader is None:
+        loader, self._loader = self._loader, None  # workers whose start is interrupted are not used again
+        if loader is None:
             dataset = self._dataset
             if self._used_here and self._fresh is not None and (fresh := self._fresh()) is not None:
                 dataset = SeededDataset(fresh, self._batched)
             self._rest = RestOfEpoch(self._orders, position)
-            self._loader = self._start_loader(dataset, batch_sampler=self._rest, persistent_workers=self._persistent)
+            loader = self._start_loader(dataset, batch_sampler=self._rest, persistent_workers=self._persistent)
         assert self._rest is not None
         self._rest.start = position
-        self._inner, self._next = iter(self._loader), position
+        self._inner, self._next, self._loader = iter(loader), position, loader
 
     def _leave_epoch(self) -> None:
         self._inner = self._next = None
@@ -235,7 +245,7 @@ class OwnStream(_Workers):
         super().__init__()
         self._dataset, self._start_loader = dataset, start
         self._seed, self._size, self._drop_last, self._num_workers = seed, batch_size, drop_last, num_workers
-        self.progress = self.new_progress((0, 0))  # the states of the workers after the last batch
+        self.progress = self.new_progress((0, 0))  # in a producer: the states of the workers after the last batch
 
     def new_progress(self, position: Position, state: StreamState | None = None) -> Progress:
         """What is known at a position: nothing, or a state that was taken there."""
@@ -243,16 +253,26 @@ class OwnStream(_Workers):
         return Progress({}, position[1], batch_size=self._size, num_workers=self._num_workers, turn=turn,
                         workers=dict(workers))  # fmt: skip
 
-    def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
-        """The batch at a position; StopIteration at the end of the epoch."""
+    def make(
+        self, position: Position, state: StreamState | None, *, alone: bool, expected: bool
+    ) -> tuple[Any, StreamState | None]:
+        """The batch at a position, where the workers have this state, and the one after it.
+
+        StopIteration at the end of the epoch.
+        """
         if self._next != position:
             self.stop()
-        batch = self._take(position, (position[0], position[1] + 1))
-        of = self._inner._progress
-        self.progress.turn, self.progress.workers = of.turn, dict(of.workers)
-        return batch
+        batch = self._take(position, (position[0], position[1] + 1), state)
+        of: Progress = self._inner._progress
+        return batch, (of.turn, of.workers)
 
-    def start(self, position: Position) -> None:
+    def state_after(self, state: StreamState | None, sent: tuple[int, bytes, int | None] | None) -> StreamState | None:
+        """See the base class."""
+        progress = self.new_progress((0, 0), state)
+        progress.add_state(sent)
+        return progress.turn, progress.workers
+
+    def start(self, position: Position, state: StreamState | None = None) -> None:
         """Start workers for the rest of an epoch, with the states that are known at this position."""
         import torch
 
@@ -260,18 +280,14 @@ class OwnStream(_Workers):
         seeded = SeededStream(self._dataset, self._seed, epoch, self._size)
         generator = torch.Generator().manual_seed(self._seed ^ epoch)  # of the workers' seeds, the same everywhere
         loader = self._start_loader(seeded, batch_size=self._size, drop_last=self._drop_last, generator=generator)
+        turn, known = state or (0, {})
         if number:
             loader.load_state_dict({
                 "version": resume.VERSION, "begun": True, "yielded": number, "beyond": [], "batch_size": self._size,
                 "num_workers": self._num_workers, "generators": {}, "seeded": False, "lasting": False,
-                "turn": self.progress.turn, "workers": resume.saved_workers(self.progress.workers),
+                "turn": turn, "workers": resume.saved_workers(known),
             })  # fmt: skip
         self._inner, self._next = iter(loader), position
 
 
 StreamState = tuple[int, Mapping[int, WorkerState]]  # whose turn it is; what is known of each worker
-
-
-def stream_state(progress: Progress) -> StreamState:
-    """The state, to be sent to another process."""
-    return progress.turn, dict(progress.workers)

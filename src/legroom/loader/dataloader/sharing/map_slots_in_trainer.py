@@ -22,6 +22,7 @@ from legroom.loader.dataloader.send import Span
 from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 
 _all: weakref.WeakSet[PrivateSlots] = weakref.WeakSet()
+LeaseId = tuple[int, int]  # the batch's number, and which of the trainer's grants it was
 
 
 class Opened(NamedTuple):
@@ -41,7 +42,8 @@ class PrivateSlots:
         self._slots: dict[int, Slot] = {}
         self._used: weakref.WeakSet[Slot] = weakref.WeakSet()  # that were opened before
         self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
-        self._unsent: list[tuple[str, int]] = []
+        self._lent: set[LeaseId] = set()  # those of _leases, and of what ended while its release was interrupted
+        self._unsent: list[tuple[str, Any]] = []
         _all.add(self)
 
     def add(self, slot_id: int, fd: int) -> None:
@@ -57,12 +59,12 @@ class PrivateSlots:
         """The slot of a message, looked up when it is received: a later message may say to forget it."""
         return self._slots[slot_id]
 
-    def open(self, serial: int, slot: Slot | None, body: bytes, *, copy: bool = False) -> Opened:
+    def open(self, lease: LeaseId, slot: Slot | None, body: bytes, *, copy: bool = False) -> Opened:
         """The batch, on its slot or copied out of it."""
         spans, skeleton, state = pickle.loads(body)
         if slot is None:
             batch = pickle.loads(skeleton)
-            self.give_back(serial)
+            self.give_back(lease)
             return Opened(batch, state, 0, 0)
         if slot in self._used:
             slot.discard_private_pages(_end(spans))
@@ -71,31 +73,38 @@ class PrivateSlots:
         address, nbytes = slot.address + HEADER, _end(spans)
         if copy or len(self._leases) >= MAX_HELD:
             buffers, nbytes = copied(exporter, spans, None), 0
-            self.give_back(serial)
+            self.give_back(lease)
         else:
             buffers = [window(exporter, *span) for span in spans]
-            exporter.lease = _Lease(self, serial)
+            exporter.lease = _Lease(self, lease)
             self._leases.add(exporter.lease)
+            self._lent.add(lease)
         return Opened(pickle.loads(skeleton, buffers=buffers), state, address, nbytes)
 
-    def give_back(self, serial: int) -> None:
-        """Tell the producer that nothing uses the batch any more."""
-        self.tell("release", serial)
+    def give_back(self, lease: LeaseId) -> None:
+        """Tell the producer that nothing uses the batch any more. Calling it again has no effect."""
+        self.tell("release", lease)
+        self._lent.discard(lease)
 
-    def tell(self, kind: str, serial: int) -> None:
+    def reclaim(self) -> None:
+        """Give back what nothing uses, where an interruption came in the way."""
+        for lease in self._lent.difference([one.id for one in self._leases]):
+            self.give_back(lease)
+
+    def tell(self, kind: str, about: Any) -> None:
         """Send a message about a batch, now or with the next one."""
-        self._unsent.append((kind, serial))
+        self._unsent.append((kind, about))
         self.flush()
 
     def flush(self) -> None:
         """Send what could not be sent before."""
         try:
             while self._unsent:
-                message = self._unsent.pop(0)
+                message = self._unsent[0]
                 if not self.connection.send(*message):
-                    self._unsent.insert(0, message)
                     return
-        except IndexError:
+                self._unsent.remove(message)  # not before it is sent; sent twice, it has no effect
+        except (IndexError, ValueError):
             pass  # another thread has sent it
         except Closed:
             self._unsent.clear()
@@ -103,7 +112,7 @@ class PrivateSlots:
     def retire_held(self) -> None:
         """A child is about to be forked, and keeps what is held now: these slots are not written again."""
         for lease in list(self._leases):
-            self.tell("keep", lease.serial)
+            self.tell("keep", lease.id)
 
 
 class _Lease:
@@ -112,14 +121,14 @@ class _Lease:
     It keeps the connection open, also when the loader is gone: without it the producer would write the slot again.
     """
 
-    __slots__ = ("__weakref__", "pid", "serial", "slots")
+    __slots__ = ("__weakref__", "id", "pid", "slots")
 
-    def __init__(self, slots: PrivateSlots, serial: int) -> None:
-        self.slots, self.serial, self.pid = slots, serial, os.getpid()
+    def __init__(self, slots: PrivateSlots, lease: LeaseId) -> None:
+        self.slots, self.id, self.pid = slots, lease, os.getpid()
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
         if not at_exit() and os.getpid() == self.pid:
-            self.slots.give_back(self.serial)
+            self.slots.give_back(self.id)
 
 
 def _end(spans: list[Span]) -> int:

@@ -235,7 +235,8 @@ class Producer:
         recipe, head = self.recipe, self.window.head
         self.window.in_production = recipe.num_workers * (recipe.prefetch_factor or 2)
         if self.stream is not None:
-            self.stream.start(head)
+            progress = self.stream.progress
+            self.stream.start(head, (progress.turn, progress.workers))
             self._epoch = self.stream.workers
         else:
             if self._loader is None:
@@ -386,7 +387,7 @@ class Producer:
         answer = self.window.answer(number)
         if answer is Answer.GRANT:
             entry = self.window.entries[position]
-            if self._send_batch(number, entry):
+            if self._send_batch(number, entry, (entry.serial, member.granted)):
                 self.window.granted(number)
             else:
                 member.unread = True
@@ -399,12 +400,12 @@ class Producer:
         else:
             self._send(number, "miss", position)
 
-    def _send_batch(self, number: int, entry: MadeBatch) -> bool:
+    def _send_batch(self, number: int, entry: MadeBatch, lease: tuple[int, int]) -> bool:
         made: Made = entry.content
         if made.error is not None:
-            return self._send(number, "error", entry.position, made.error, False, entry.serial)
+            return self._send(number, "error", entry.position, made.error, False, lease)
         if made.end:
-            return self._send(number, "end", entry.position, entry.serial)
+            return self._send(number, "end", entry.position, lease)
         trainer, fds = self.trainers[number], []
         slot = None if made.slot is None else made.slot.slot
         new = slot is not None and slot.id not in trainer.slots
@@ -416,7 +417,7 @@ class Producer:
         if made.fd >= 0:
             fds.append(made.fd)
         sent = self._send(
-            number, "batch", entry.position, entry.serial, None if slot is None else slot.id, new, made.body, fds=fds
+            number, "batch", entry.position, lease, None if slot is None else slot.id, new, made.body, fds=fds
         )
         if sent and slot is not None:
             trainer.slots[slot.id] = weakref.ref(slot)
@@ -551,10 +552,10 @@ class Producer:
             window.trim()
             self.rings.leave(number)
         elif kind == "release":
-            window.release(number, given[0])
+            window.release(number, *given[0])
         elif kind == "keep":  # by a forked child of the trainer, for longer than the trainer knows
             for entry in [*window.entries.values(), *window.aside.values()]:
-                if entry.serial == given[0] and entry.content.slot is not None:
+                if entry.serial == given[0][0] and entry.content.slot is not None:
                     entry.content.slot.retire = True
 
     @property

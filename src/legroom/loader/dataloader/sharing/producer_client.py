@@ -93,7 +93,7 @@ class Group:
 
     def __init__(
         self, recipe: Recipe, settings: Callable[[Any], dict[str, str]], *, patience: float, continuous: bool,
-        state: weakref.WeakMethod[Callable[[], Any]] | None = None, gpu: GpuBatches | None = None,
+        gpu: GpuBatches | None = None,
     ) -> None:  # fmt: skip
         self.pid = os.getpid()
         self.name = recipe.name
@@ -103,7 +103,6 @@ class Group:
         self.gpu = gpu  # where this trainer wants its batches
         self._waits = LongWaits(recipe.name)
         self._early: list[tuple[Any, ...]] = []  # messages that came while another was awaited
-        self._state = state  # finds that of an IterableDataset at the position that is asked for
         self.unavailable = arena_unavailable()  # why this trainer makes all its batches itself
         self.connection: Connection | None = None
         self.slots: PrivateSlots | None = None
@@ -121,6 +120,8 @@ class Group:
         self._new = True  # no producer has answered yet
         self._silent = False  # the producer did not answer for the last batch: do not wait for it again
         self._failed_starts = 0  # producers that ended before they said welcome
+        # A message was read and is not done with: a batch that came is not returned yet, or never is.
+        self.unsettled = False
         if self.unavailable is not None:
             return
         self.files = GroupFiles(group_folder(), group_key(recipe.name, recipe.sampler, stream=recipe.stream))
@@ -169,15 +170,18 @@ class Group:
 
     def _go_alone(self) -> None:
         """The producer has had no other trainer for a while: continue without it, and it ends."""
-        self._told_alone = False
-        lock = self.files.stand_alone()
-        if lock is None or self.connection is None:
-            if lock is not None:
-                self.files.release_alone(lock)
+        if self.connection is None:
+            self._told_alone = False
             return
-        self._stand_alone(lock)
+        if self._alone is None:  # else an interruption came between here and the message
+            lock = self.files.stand_alone()
+            if lock is None:
+                self._told_alone = False
+                return
+            self._stand_alone(lock)
         with contextlib.suppress(Closed):
             self.connection.send("alone")
+        self._told_alone = False
         self._lost()
         self._tried = time.monotonic()
 
@@ -252,19 +256,22 @@ class Group:
         if self.gpu is not None:
             self.gpu.close()  # its ring is that of the producer
         self.connection = self.slots = None
-        self._early = []
+        self._early, self.unsettled = [], False
         if self._started_it and not self.welcome:
             self._failed_starts += 1
         self.welcome, self._asked, self.missed, self._started_it = False, None, False, False
         self.alone_since = time.monotonic()
 
-    def close(self) -> None:
-        """Leave the group."""
-        self._end_alone()
+    def _leave(self) -> None:
         if self.connection is not None:
             with contextlib.suppress(Closed):
                 self.connection.send("leave")
         self._lost()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._end_alone()
+        self._leave()
         if self.blob >= 0:
             os.close(self.blob)
             self.blob = -1
@@ -272,7 +279,8 @@ class Group:
             self.files.remove_leftovers(_DYING_S)
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not at_exit() and getattr(self, "pid", 0) == os.getpid() and hasattr(self, "_failed_starts"):
+        begun = hasattr(self, "_failed_starts") and (self.unavailable is not None or hasattr(self, "files"))
+        if not at_exit() and begun and self.pid == os.getpid():
             self.close()
 
     @property
@@ -284,15 +292,13 @@ class Group:
 
     # Batches
 
-    def ask(self, position: Position) -> None:
-        """Ask for a batch that is needed soon."""
+    def ask(self, position: Position, state: Any = None) -> None:
+        """Ask for a batch that is needed soon; ``state``: that of an IterableDataset there."""
         if self.connection is None or not self.welcome or self._asked == position:
             return
         try:
             self.slots.flush()  # type: ignore[union-attr]
-            find = None if self._state is None or self._inside else self._state()
-            state = None if find is None else find()
-            if self.connection.send("want", position, state if _small(state) else None):
+            if self.connection.send("want", position, state if not self._inside and _small(state) else None):
                 self._asked = position
         except Closed:
             self._lost()
@@ -307,8 +313,13 @@ class Group:
         except Closed:
             self._lost()
 
-    def take(self, position: Position) -> tuple[Any, ...] | None:
-        """The producer's answer for a position: a batch or an error; None if this trainer must make it itself."""
+    def take(self, position: Position, state: Any = None) -> tuple[Any, ...] | None:
+        """The producer's answer for a position: a batch or an error; None if this trainer must make it itself.
+
+        ``unsettled`` is set with an answer, until the caller is done with it.
+        """
+        if self.unsettled:  # interrupted: what was read is lost. The producer forgets what this trainer had of it
+            self._leave()
         if self._told_alone:
             self._go_alone()
         if not self._ensure(position):
@@ -316,7 +327,8 @@ class Group:
         try:
             if not self.welcome and not self._await_welcome():
                 return None
-            self.ask(position)
+            self.slots.reclaim()  # type: ignore[union-attr]
+            self.ask(position, state)
             return self._await(position)
         except Closed:
             self._lost()
@@ -326,7 +338,7 @@ class Group:
         if self.connection is None:
             raise Closed
         left = self._greeted + _WELCOME_S - time.monotonic()
-        received = self.connection.receive(_START_POLL_S if self._started_it else max(0.0, left))
+        received = self._receive(_START_POLL_S if self._started_it else max(0.0, left))
         if received is None:
             if time.monotonic() > self._greeted + _START_S and not self._started_it:
                 self._lost()  # it is stopped, or not one of ours
@@ -350,7 +362,19 @@ class Group:
         self._end_alone()
         if self.gpu is not None and self.gpu.why_own is None:
             self.connection.send("gpu", self.gpu.uuid)
+        self.unsettled = False
         return True
+
+    def _receive(self, timeout: float) -> tuple[tuple[Any, ...], list[int]] | None:
+        """The next message, which is ``unsettled`` then."""
+        if self.connection is None:
+            raise Closed  # the producer has ended since the last epoch
+        if timeout and not self.connection.wait(timeout):
+            return None
+        self.unsettled = True
+        received = self.connection.receive()
+        self.unsettled = received is not None
+        return received
 
     def _check_group(self, settings: Mapping[str, str]) -> None:
         try:
@@ -369,6 +393,7 @@ class Group:
         patience = 0.0 if self._silent else self._silence
         while True:
             left = max(0.0, heard + patience - time.monotonic())
+            self.unsettled = bool(self._early)
             answer = self._early.pop(0) if self._early else self._read(left)
             if answer is None:
                 if time.monotonic() >= heard + patience:
@@ -385,43 +410,51 @@ class Group:
                 self._waits.over(time.monotonic() - began)
                 self._asked, self.missed = None, answer[0] == "miss"
                 self._inside = not self.missed
-                return None if self.missed else answer
+                if not self.missed:
+                    return answer
+                self.unsettled = False
+                return None
+            self.unsettled = False
 
     def _read(self, timeout: float) -> tuple[Any, ...] | None:
         """The next message about a position."""
-        if self.connection is None or self.slots is None:
-            raise Closed  # the producer has ended since the last epoch
-        received = self.connection.receive(timeout)
+        if self.slots is None:
+            raise Closed
+        received = self._receive(timeout)
         if received is None:
             return None
         message, fds = received
-        if message[0] == "forget":
-            self.slots.forget(message[1])
-            return None
-        if message[0] == "alone":
-            self._told_alone = True
+        if message[0] in ("forget", "alone"):
+            if message[0] == "forget":
+                self.slots.forget(message[1])
+            else:
+                self._told_alone = True
+            self.unsettled = False
             return None
         if message[0] != "batch":
             return message
-        _, position, serial, slot_id, new, body = message
+        _, position, lease, slot_id, new, body = message
         try:
             if new:
                 self.slots.add(slot_id, fds.pop(0))
             if body is None:
                 with open(fds.pop(0), "rb") as file:
                     body = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-        except OSError as problem:  # no memory, or too many mappings
+        except BaseException as problem:
             for fd in fds:
                 os.close(fd)
-            self._make_own(problem)
+            if not isinstance(problem, OSError):
+                raise
+            self._make_own(problem)  # no memory, or too many mappings
             raise Closed from problem
-        return "batch", position, serial, None if slot_id is None else self.slots.find(slot_id), body
+        return "batch", position, lease, None if slot_id is None else self.slots.find(slot_id), body
 
     def claim(self, serial: int, nbytes: int) -> ClaimAnswer | None:
         """How a batch that was taken comes to the GPU; None: this trainer copies it from the host for itself."""
         if self.connection is None or self.slots is None:
             return None
         try:
+            self.unsettled = True  # until the batch is on the GPU
             if not self.connection.send("claim", serial, nbytes):
                 return None
             until = time.monotonic() + _CLAIM_S

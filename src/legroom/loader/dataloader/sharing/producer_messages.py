@@ -72,16 +72,22 @@ class Connection:
             raise Closed from problem
         return True
 
-    def receive(self, timeout: float = 0.0) -> tuple[tuple[Any, ...], list[int]] | None:
-        """The next message and its descriptors; None if there is none after ``timeout`` seconds."""
+    def wait(self, timeout: float) -> bool:
+        """Whether there is a message, within so many seconds."""
         sock = self._sock
         if sock is None:
             raise Closed
-        if timeout:
-            poll = select.poll()
-            poll.register(sock, select.POLLIN)
-            if not poll.poll(timeout * 1000):
-                return None
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+    def receive(self, timeout: float = 0.0) -> tuple[tuple[Any, ...], list[int]] | None:
+        """The next message and its descriptors; None if there is none after ``timeout`` seconds."""
+        if timeout and not self.wait(timeout):
+            return None
+        sock = self._sock
+        if sock is None:
+            raise Closed
         try:
             data, ancillary, _, _ = _received(sock)
         except BlockingIOError:

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from legroom.errors import ShareUnsupported, UsageError, WorkerDied
+from legroom.errors import BudgetTooSmall, ShareUnsupported, UsageError, WorkerDied
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.pin_memory import pin_batch
 from legroom.loader.dataloader.sharing import copy_batches_to_gpu
 from legroom.loader.dataloader.sharing.copy_batches_to_gpu import GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import group_folder
 from legroom.loader.dataloader.sharing.group_settings import index_sampler, own_collate, settings_of
-from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches, OwnStream, StreamState, stream_state
+from legroom.loader.dataloader.sharing.make_batches_in_trainer import OwnBatches, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import (
     Orders,
     Position,
@@ -57,7 +57,7 @@ class Sharing:
         self._settings: dict[str, str] | None = None
         self._orders: Orders | None = None
         self._own: OwnBatches | OwnStream | None = None
-        self._state: StreamState | None = None  # of a stream, at the position that was loaded
+        self._state: StreamState | None = None  # of a stream, at this position
         self._group: Group | None = None
         self._gpu: GpuBatches | None = None  # with ``device``
         self._current: weakref.ref[SharedEpoch] | None = None
@@ -65,10 +65,8 @@ class Sharing:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the position, and connects itself."""
-        state = self._stream_state() if isinstance(self._own, OwnStream) and self.position[1] else self._state
         return {
             **vars(self),
-            "_state": state,
             "_group": None,
             "_gpu": None,
             "_current": None,
@@ -85,62 +83,59 @@ class Sharing:
                 why=say("the process that makes the batches imports the program's main module for its dataset"),
                 fix=(say("put the program's start below: if __name__ == '__main__':"),),
             )
-        loaded, self._loaded = self._loaded, False
-        told, before = _epoch_of(loader), self._told
-        self._told = told
-        if not loaded:
-            epoch, yielded = self.position
-            if told is not None and told != before:
+        position, state, told = self.position, self._state, _epoch_of(loader)
+        if not self._loaded:
+            epoch, yielded = position
+            if told is not None and told != self._told:
                 epoch = told  # the program has called set_epoch
             elif yielded:
                 epoch += 1  # the last one was left early
-            self.position = epoch, 0
+            position, state = (epoch, 0), None
             self._draw_as_torch(loader)
         if self._group is None or self._group.pid != os.getpid():
             self._join(loader)
         assert self._group is not None and self._own is not None
         if self._orders is not None:
             self._orders.forget()  # a sampler may have changed
+        own = self._own
         if self._latest is not None and (latest := self._latest()) is not None and not latest.done:
-            self._own = self._own.another()  # an iterator that still runs keeps its workers
-        if isinstance(self._own, OwnStream):
-            self._own.progress = self._own.new_progress(self.position, self._state if loaded else None)
-            self._state = None
-        epoch_iterator = SharedEpoch(self, self._group, self._own, self._orders, loader)
-        self._current = self._latest = weakref.ref(epoch_iterator)
+            own = own.another()  # an iterator that still runs keeps its workers
+        epoch_iterator = SharedEpoch(self, self._group, own, self._orders, loader, position, state)
+        latest_now = weakref.ref(epoch_iterator)
+        # Not before: starting workers may fail, or be interrupted, and the next iterator begins where this one would.
+        noted = position, state, told, False, own, latest_now, latest_now
+        self.position, self._state, self._told, self._loaded, self._own, self._current, self._latest = noted
         return epoch_iterator
 
     def _join(self, loader: Any) -> None:
         """Find the group, at the first epoch in this process."""
-        if self._stream:
-            self._own = OwnStream(
-                loader.dataset, loader.batch_size, loader.drop_last, loader.num_workers, self.seed,
-                _ordinary_loader(loader),
-            )  # fmt: skip
-        else:
-            self._orders = Orders(index_sampler(loader), loader.batch_sampler is not None, self.seed, loader.generator)
+        orders, gpu = None, None
+        if not self._stream:
+            orders = Orders(index_sampler(loader), loader.batch_sampler is not None, self.seed, loader.generator)
             if self._settings is None:
-                _check_order(loader, self._orders)
-        self._gpu = None
+                _check_order(loader, orders)
         if loader.device is not None:
-            self._gpu = GpuBatches(copy_batches_to_gpu.gpu_of(loader.device), group_folder().parent)
-            loader.why = self._gpu.why
-        self._group = group = Group(
-            _recipe(self, loader), lambda fresh: self._find_settings(loader, fresh), patience=self.patience,
-            continuous=self.continuous, state=weakref.WeakMethod(self._stream_state) if self._stream else None,
-            gpu=self._gpu,
+            gpu = GpuBatches(copy_batches_to_gpu.gpu_of(loader.device), group_folder().parent)
+            loader.why = gpu.why
+        group = Group(
+            _recipe(self, loader), lambda fresh: self._find_settings(loader, orders, fresh), patience=self.patience,
+            continuous=self.continuous, gpu=gpu,
         )  # fmt: skip
-        if self._orders is not None:
+        own: OwnBatches | OwnStream
+        if orders is not None:
             held = weakref.ref(group)
-            self._own = OwnBatches(
-                loader.dataset, loader.batch_sampler is not None, own_collate(loader), self._orders,
+            own = OwnBatches(
+                loader.dataset, loader.batch_sampler is not None, own_collate(loader), orders,
                 _ordinary_loader(loader), lambda: None if (one := held()) is None else one.fresh_dataset(),
                 persistent=bool(loader.persistent_workers),
             )  # fmt: skip
-
-    def _stream_state(self) -> StreamState:
-        assert isinstance(self._own, OwnStream)
-        return stream_state(self._own.progress)
+        else:
+            own = OwnStream(
+                loader.dataset, loader.batch_size, loader.drop_last, loader.num_workers, self.seed,
+                _ordinary_loader(loader),
+            )  # fmt: skip
+        noted = orders, gpu, own, group
+        self._orders, self._gpu, self._own, self._group = noted
 
     def is_current(self, epoch: SharedEpoch) -> bool:
         """Whether it is the iterator that was made last: only that one takes batches from the group."""
@@ -169,7 +164,7 @@ class Sharing:
         begun = self._loaded or yielded > 0
         stream: dict[str, Any] = {}
         if self._stream:
-            turn, workers = self._state or (self._stream_state() if begun and self._own is not None else (0, {}))
+            turn, workers = self._state or (0, {})
             stream = {"num_workers": loader.num_workers, "turn": turn, "workers": resume.saved_workers(workers)}
         return {
             "version": STATE_VERSION, "begun": begun, "epoch": epoch, "yielded": yielded,
@@ -187,22 +182,24 @@ class Sharing:
                 why=say("the state was saved with batch_size={then}", then=state["batch_size"]),
                 fix=(say("use batch_size={then} until the epoch is complete", then=state["batch_size"]),),
             )
+        stream = None
         if self._stream:
             resume.fit_state(loader, dict(state), iterable=True)
-            self._state = int(state["turn"]), resume.read_workers(state["workers"])
+            stream = int(state["turn"]), resume.read_workers(state["workers"])
         resume.restore_generators(loader, state["generators"])
+        settings = self._settings if state["seed"] == self.seed else None
         if state["seed"] != self.seed:
-            self.seed, self._settings = int(state["seed"]), None
             self.close()
         elif self._own is not None:
             self._own.stop()  # its workers are at another position
-        self.position = int(state["epoch"]), int(state["yielded"])
-        self._loaded, self._seeded, self._current = bool(state["begun"]), bool(state["seeded"]), None
+        position = int(state["epoch"]), int(state["yielded"])
+        noted = int(state["seed"]), settings, position, stream, bool(state["begun"]), bool(state["seeded"]), None
+        self.seed, self._settings, self.position, self._state, self._loaded, self._seeded, self._current = noted
 
-    def _find_settings(self, loader: Any, fresh: Any) -> dict[str, str]:
+    def _find_settings(self, loader: Any, orders: Orders | None, fresh: Any) -> dict[str, str]:
         """What must be equal in a group; computed once."""
         if self._settings is None:
-            self._settings = settings_of(loader, self._orders, self.seed, fresh)
+            self._settings = settings_of(loader, orders, self.seed, fresh)
         return self._settings
 
     def close(self) -> None:
@@ -221,10 +218,12 @@ class SharedEpoch:
     """An iterator over the batches of one epoch."""
 
     def __init__(
-        self, sharing: Sharing, group: Group, own: OwnBatches | OwnStream, orders: Orders | None, loader: Any
-    ) -> None:
+        self, sharing: Sharing, group: Group, own: OwnBatches | OwnStream, orders: Orders | None, loader: Any,
+        position: Position, state: StreamState | None,
+    ) -> None:  # fmt: skip
+        self.done = False
         self._sharing, self._group, self._own = sharing, group, own
-        self._position = sharing.position
+        self._position, self._state = position, state  # after the last batch that was returned
         self._count: int | None = None  # unknown for an IterableDataset
         if orders is not None:
             sampler = index_sampler(loader)
@@ -233,10 +232,9 @@ class SharedEpoch:
         self._pin = bool(loader.pin_memory) and _pins() and self._gpu is None
         self._where: OnHost | None = None  # the batch that was received
         self._loader = weakref.ref(loader)
-        self.done = False
         self._pid = os.getpid()
         if group.alone and not self._complete:
-            own.start(self._position)  # now, as without share: what the program does before the first batch takes time
+            own.start(position, state)  # now, as without share: what the program does before the first batch takes time
 
     def __iter__(self) -> SharedEpoch:
         return self
@@ -249,34 +247,58 @@ class SharedEpoch:
         return self.done or (self._count is not None and self._position[1] >= self._count)
 
     def __next__(self) -> Any:
-        position = self._position
+        position, sharing = self._position, self._sharing
+        current = sharing.is_current(self)
         if self._complete:
-            if self._count == 0 and not self.done:
-                self._move(epoch_over=True)  # no batch of it does that
             self._end()
             raise StopIteration
         self._where = None
-        answer = self._group.take(position) if self._sharing.is_current(self) else None
+        answer = self._group.take(position, self._state) if current else None
         try:
             # Without slots, an iterator of before was deleted meanwhile, and found that the producer has ended.
             if answer is None or self._group.slots is None:
-                batch, pinned = self._made_here(position), self._own.workers is not None
+                (batch, state), pinned = self._made_here(position), self._own.workers is not None
             else:
-                batch, pinned = self._received(answer), False
+                (batch, state), pinned = self._received(answer), False
         except StopIteration:  # of an IterableDataset
             self._end()
-            self._move(epoch_over=True)
             raise
-        except WorkerDied:
+        except Exception as problem:
+            lasting = (
+                isinstance(problem, (WorkerDied, BudgetTooSmall, MemoryError))
+                if answer is None
+                else answer[0] != "error" or len(answer) < 5
+            )
+            if not lasting:  # of this batch alone: the next ones can be made. Until then, a state begins with this one
+                self._position = self._ask(position, self._state, current)[0]
             raise
-        except Exception:
-            if answer is None or len(answer) > 4:  # of this batch alone: the next ones can be made
-                self._advance(position)
-            raise
-        self._advance(position)
+        after, place = self._ask(position, state, current)
         if self._gpu is not None:
-            return self._on_gpu(self._gpu, batch)
-        return pin_batch(batch) if self._pin and not pinned else batch
+            batch = self._on_gpu(self._gpu, batch)
+        elif self._pin and not pinned:
+            batch = pin_batch(batch)
+        # That it is returned is noted by the last instruction: a state taken after an error or an interruption,
+        # wherever it strikes, begins with this batch, and so does this loop if it is used again.
+        noted, group = (after, state, *place, False), self._group
+        if not current:
+            self._position, self._state, _, _, _ = noted
+        else:
+            self._position, self._state, sharing.position, sharing._state, group.unsettled = noted
+        return batch
+
+    def _ask(
+        self, position: Position, state: StreamState | None, current: bool
+    ) -> tuple[Position, tuple[Position, StreamState | None]]:
+        """Ask for the batch after this one. Where this iterator is then, and where the loader is."""
+        epoch, number = position
+        after = epoch, number + 1
+        over = self._count is not None and after[1] >= self._count
+        place = ((epoch + 1, 0), None) if over else (after, state)
+        if current and over:
+            self._group.rest(place[0])
+        elif current:
+            self._group.ask(after, state)
+        return after, place
 
     def _on_gpu(self, gpu: GpuBatches, batch: Any) -> Any:
         why_own = gpu.why_own
@@ -285,49 +307,42 @@ class SharedEpoch:
             loader.why = gpu.why
         return moved
 
-    def _made_here(self, position: Position) -> Any:
+    def _made_here(self, position: Position) -> tuple[Any, StreamState | None]:
+        """The batch, and the state of a stream after it."""
         current = self._sharing.is_current(self)
         alone = self._group.alone or not current
         if self._own.workers is not None and self._group.coming:
             self._own.stop()  # a group will make the batches
-        return self._own.make(position, alone=alone, expected=self._group.expected and current)
+        return self._own.make(position, self._state, alone=alone, expected=self._group.expected and current)
 
-    def _received(self, answer: tuple[Any, ...]) -> Any:
+    def _received(self, answer: tuple[Any, ...]) -> tuple[Any, StreamState | None]:
         slots = self._group.slots
         assert slots is not None
         self._own.rejoined()
         if answer[0] == "batch":
-            _, _, serial, slot, body = answer
-            opened = slots.open(serial, slot, body, copy=self._pin)
-            if isinstance(self._own, OwnStream):
-                self._own.progress.add_state(opened.state)
-            self._where = OnHost(serial, opened.address, opened.nbytes) if opened.nbytes else None
-            return opened.batch
+            _, _, lease, slot, body = answer
+            opened = slots.open(lease, slot, body, copy=self._pin)
+            self._where = OnHost(lease[0], opened.address, opened.nbytes) if opened.nbytes else None
+            return opened.batch, self._own.state_after(self._state, opened.state)
         if answer[0] == "end":
             slots.give_back(answer[2])
+            self._group.unsettled = False
             raise StopIteration
         if len(answer) > 4:
             slots.give_back(answer[4])
+        self._group.unsettled = False
         raise pickle.loads(answer[2])
 
-    def _advance(self, position: Position) -> None:
-        epoch, number = position
-        self._position = epoch, number + 1
-        self._move(epoch_over=self._complete)
-
-    def _move(self, *, epoch_over: bool) -> None:
-        if not self._sharing.is_current(self):
-            return
-        if epoch_over:
-            self._sharing.position = self._position[0] + 1, 0
-            self._group.rest(self._sharing.position)
-        else:
-            self._sharing.position = self._position
-            self._group.ask(self._position)
-
     def _end(self) -> None:
-        if not self.done:
-            self._own.end_epoch()
+        """The epoch is over. The last batch has noted that, if it did not fail, and their number is known."""
+        if self.done:
+            return
+        sharing, then = self._sharing, (self._position[0] + 1, 0)
+        if sharing.is_current(self) and sharing.position < then:
+            self._group.rest(then)
+            noted = then, None
+            sharing.position, sharing._state = noted
+        self._own.end_epoch()
         self.done = True
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
