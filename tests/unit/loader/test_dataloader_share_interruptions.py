@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import share_data
-from interrupted_loops import Interrupted, InterruptedAt
 from share_data import Counting, Failing, Noise, Trainers, reference
+
+from interrupted_loops import Interrupted, InterruptedAt
 
 torch = pytest.importorskip("torch")
 from legroom.loader.dataloader import epoch_iterator, receive  # noqa: E402
