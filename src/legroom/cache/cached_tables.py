@@ -240,7 +240,11 @@ def _cannot(name: str, why: str, *also: str) -> UnsupportedData:
     return UnsupportedData(
         say("column {name} cannot be read as an array", name=name),
         why=why,
-        fix=(say("use the table"), *also, say("or select fixed-width columns without nulls")),
+        fix=(
+            say("use the Arrow table, for example data['table'].column({name!r})", name=name),
+            *also,
+            say("for batches, select fixed-width columns without nulls: data.batches(64, keys=['a', 'b'])"),
+        ),
     )
 
 

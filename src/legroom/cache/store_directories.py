@@ -132,7 +132,7 @@ class Stores:
 def candidates(env: Mapping[str, str]) -> Iterator[StoreCandidate]:
     """Every directory that could contain a store, best first."""
     memory = env.get("LEGROOM_SHM")
-    yield StoreCandidate(Path(memory or "/dev/shm").absolute(), "shm", bool(memory))
+    yield StoreCandidate(Path(os.path.expanduser(memory or "/dev/shm")).absolute(), "shm", bool(memory))
     with import_lock:
         from legroom.probe.filesystems_and_cgroups import store_candidates
 
@@ -187,6 +187,14 @@ def _not_yet_made(candidate: StoreCandidate) -> bool:
     return os.access(folder, os.W_OK | os.X_OK)
 
 
+def _what_is_missing(candidate: StoreCandidate) -> str:
+    """Why the store could not be created, after a directory was not found. Pseudo file systems say that of new ones."""
+    nearest = next(folder for folder in (candidate.parent, *candidate.parent.parents) if folder.exists())
+    if nearest != candidate.parent and not candidate.may_create:
+        return say("{path} does not exist", path=candidate.parent)
+    return say("no directory can be created in {path}", path=nearest)
+
+
 def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findings: list[Finding]) -> bool:
     """Open that store, or note why not; whether the search for a store of its kind ends here."""
     try:
@@ -195,8 +203,7 @@ def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findin
     except FileNotFoundError:
         if not make:  # it does not exist yet, which is normal
             return _not_yet_made(candidate)
-        why = say("{path} does not exist", path=candidate.parent)
-        findings.append(_passed_over(candidate, UnusableStore(why)))
+        findings.append(_passed_over(candidate, UnusableStore(_what_is_missing(candidate))))
     except UnusableStore as unfit:
         findings.append(_passed_over(candidate, unfit))
     except OSError as problem:

@@ -1,6 +1,6 @@
 """Count the steps of torch: optimizer.step, batches of a DataLoader, batches that a DataLoader worker makes.
 
-The optimizer has a public hook. Batches are counted by wrapping private methods of torch's DataLoader; where a version
+The optimizer has a public hook. Batches are counted by replacing private methods of torch's DataLoader; where a version
 of torch does not have them, only the optimizer's steps are seen.
 """
 
@@ -69,7 +69,7 @@ class TorchSteps:
         from torch.utils.data._utils import fetch
 
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            self._wrap(kind, "fetch", "worker")
+            self._replace(kind, "fetch", _CountedMethod(kind.__dict__["fetch"], lambda: self._count("worker")))
 
     def _wrap(self, kind: Any, name: str, source: str) -> None:
         original, count = kind.__dict__[name], self._count
@@ -80,8 +80,28 @@ class TorchSteps:
             return made
 
         wrapped.__name__, wrapped.__qualname__, wrapped.__doc__ = name, original.__qualname__, original.__doc__
-        setattr(kind, name, wrapped)
+        self._replace(kind, name, wrapped)
+
+    def _replace(self, kind: Any, name: str, new: Any) -> None:
+        original = kind.__dict__[name]
+        setattr(kind, name, new)
         self._undo.append(lambda: setattr(kind, name, original))
+
+
+class _CountedMethod:
+    """A method whose calls are counted when they begin, without a frame between the caller and the method.
+
+    `legroom.collate` looks for torch's worker loop right above ``fetch``. A wrapper there would make it send its
+    batches through /dev/shm.
+    """
+
+    def __init__(self, method: Callable[..., Any], count: Callable[[], None]) -> None:
+        self._method, self._count = method, count
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None:
+            self._count()
+        return self._method.__get__(instance, owner)
 
 
 def worker_dataset() -> tuple[bool, Any]:

@@ -253,6 +253,9 @@ def _working_directory(host: Host) -> str | None:
 
 
 def _absolute(host: Host, path: str) -> str:
+    home = host.env.get("HOME")
+    if home and path.startswith("~/"):  # a shell leaves it there in quotes, and Docker in ENV
+        return os.path.join(home, path[2:])
     folder = _working_directory(host)
     return path if os.path.isabs(path) or folder is None else os.path.join(folder, path)
 

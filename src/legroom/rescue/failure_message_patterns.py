@@ -268,7 +268,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|Not enough memory resources|pagination est insuffisant|Auslagerungsdatei ist zu klein"
         r"|paginación es demasiado"
         r"|файл подкачки слишком мал|ページング ファイルが小さすぎ|内存资源不足",
-        r"memory allocation of \d+ bytes failed|[Ii]nsufficient memory|malloc of size \d+ failed"
+        r"memory allocation of \d+ bytes failed|[Mm]emory allocation still failed|[Ii]nsufficient memory"
+        r"|malloc of size \d+ failed"
         r"|virtual memory exhausted|LLVM ERROR: out of memory|C error: out of memory|libgomp: Out of memory",
         r"\bBudgetTooSmall\b|\[budget-too-small\]",  # Legroom's own loader, before any process is killed
     )),

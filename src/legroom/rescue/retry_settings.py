@@ -12,7 +12,7 @@ GPU speed. Each step changes one thing, so that the report shows which change he
 Settings that cannot help are not changed: workers use no GPU memory. If the training process itself was OOM-killed
 or failed to allocate, prefetch and workers come last. So they do where no worker process was seen: a number of workers
 may be one of threads. torch refuses no combination: prefetch_factor and persistent_workers need a worker. The loader
-is replaced only after shm-full, when no setting is left.
+is replaced only after shm-full, when no setting is left; first, where settings reach no flag of the script.
 
 `within_limits` derives the settings of a later run from what an earlier run of the same command had to lower.
 """
@@ -56,6 +56,7 @@ class CommandSettings(LoaderSettings):
     derives_accumulation: bool = False  # the script also gets the global batch and accumulates by itself
     needs_worker: bool = False  # the command line has a setting that torch refuses without workers
     replaces_loader: bool = False  # torch's DataLoader may be replaced with legroom's
+    only_environment: bool = False  # no flag was recognized: changes reach only a script that calls legroom.tune
 
 
 def parse_named(text: str) -> NamedFlag:
@@ -316,7 +317,10 @@ def settings_without(settings: CommandSettings, change: LoaderSettings) -> Comma
 
 
 def _first_that_works(cause: Cause, settings: CommandSettings, descriptors_raised: bool, *, trainer: bool) -> RetryStep:
-    for setting in _TRAINER_KILLED if trainer else _ORDER[cause]:
+    order = _TRAINER_KILLED if trainer else _ORDER[cause]
+    if settings.only_environment:  # most scripts read no setting there, and each step is a whole run
+        order = tuple(sorted(order, key=lambda name: name != "loader_kind"))
+    for setting in order:
         if setting == "descriptors":
             if not descriptors_raised:
                 why = say("raising the open-file soft limit to the hard limit")
@@ -510,9 +514,9 @@ def _nothing_left(cause: Cause, settings: CommandSettings) -> str:
 "batch. Name it with --flag accumulation=--ITS-FLAG",
             batch=settings.batch_size,
         )  # fmt: skip
-    if not settings.changeable:
+    if settings.batch_size is None and "batch_size" in _ORDER[cause]:
         return say(
-            "no setting was recognized on the command line. Name the script's flags: --flag "
-            "batch=--ITS-FLAG --flag workers=--ITS-FLAG"
+            "nothing else is left to lower, and no batch size was recognized on the command line. If the script has "
+            "flags, name them and their values: --flag batch=--ITS-FLAG=16 --flag accumulation=--ITS-FLAG=1"
         )
     return say("nothing is left to lower")

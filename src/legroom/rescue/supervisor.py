@@ -33,6 +33,7 @@ from legroom.rescue.job_process import loader_replaceable, with_loader
 from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
 from legroom.rescue.retry_settings import (
     SETTINGS,
+    SHORT_NAMES,
     CommandSettings,
     NamedFlag,
     RetryStep,
@@ -152,7 +153,7 @@ class Supervisor:
                     self._print_failure(attempts)
                 return attempts, step.why
             changed = [step.why]
-            notes = [*self._take(step), *removed]
+            notes = [*self._unread(step.changes), *self._take(step), *removed]
             self._print_retry(len(attempts), step.why, notes)
 
     def _command(self) -> list[str]:
@@ -206,7 +207,25 @@ class Supervisor:
         if found.changeable:
             return found
         asked = from_environment(self._environment())
-        return replace(found, **{name: getattr(asked, name) for name in _IN_ENVIRONMENT}, changeable=_IN_ENVIRONMENT)
+        return replace(
+            found,
+            **{name: getattr(asked, name) for name in _IN_ENVIRONMENT},
+            changeable=_IN_ENVIRONMENT,
+            only_environment=True,
+        )
+
+    def _unread(self, changes: LoaderSettings) -> list[str]:
+        """A note where the script may not see these changes, and what to type so that it does."""
+        names = [SHORT_NAMES.get(name, name) for name in changes.given() if name in _IN_ENVIRONMENT]
+        if not names or not self._known_settings().only_environment:
+            return []
+        return [
+            say(
+                "only in {variable}, which the script may not read. If it has a flag, name it: {options}",
+                variable=VARIABLE,
+                options=" ".join(f"--flag {name}=--ITS-FLAG" for name in names),
+            )
+        ]
 
     def _as_given(self) -> CommandSettings:
         """Settings that the user asked for."""

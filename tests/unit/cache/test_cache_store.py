@@ -209,3 +209,25 @@ def test_a_store_that_vanishes_during_the_build_is_made_anew(shm: Path, npy, mon
     data = legroom.open(npy())
     assert seen.count("publish") == 2
     assert data["array"][1, 1] == 11
+
+
+def test_a_directory_that_takes_no_directories_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv("LEGROOM_SHM", "/proc")
+    monkeypatch.setenv("LEGROOM_DIR", "/proc/x")
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "gone"))
+    with open_stores(make=True) as places:
+        refused = "no directory can be created in /proc"
+        assert [finding.why for finding in places.findings][:3] == [refused, refused, f"{tmp_path}/gone does not exist"]
+
+
+def test_a_tilde_that_no_shell_has_replaced_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LEGROOM_SHM", "~/memory")
+    monkeypatch.setenv("LEGROOM_DIR", "~/store")
+    found = list(store_module.candidates(os.environ))[:2]
+    assert [candidate.parent for candidate in found] == [tmp_path / "memory", tmp_path / "store"]

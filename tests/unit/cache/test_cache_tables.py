@@ -142,8 +142,11 @@ def test_the_error_for_a_non_array_gives_the_reason(path: Path) -> None:
             for ask in (data.__getitem__, data.tensors):
                 with pytest.raises(UnsupportedData, match=why):
                     ask(name)
-        with pytest.raises(UnsupportedData, match="200 nulls"):
+        with pytest.raises(UnsupportedData, match="200 nulls") as caught:
             data.dataset("hole")
+        table, batches = caught.value.fix
+        assert "data['table'].column('hole')" in table and data["table"].column("hole").null_count == 200
+        assert "keys=['a', 'b']" in batches and list(next(iter(data.batches(2, keys=["id"])))) == ["id"]
     with legroom.open(path, keys=["text", "hole"]) as data, pytest.raises(UnsupportedData, match="200 nulls"):
         data.tensors()
 

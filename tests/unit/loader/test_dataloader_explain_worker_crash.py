@@ -65,6 +65,14 @@ def test_a_worker_that_is_not_forked_may_fail_before_it_uses_the_dataset(
     assert said in why and do in fix[0]
 
 
+def test_a_script_from_standard_input_has_no_file_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="<stdin>", __spec__=None))
+    why, fix = explain_worker_crash.explain(1, memory(0), memory(0), 4, "spawn")
+    assert "is not a file: <stdin>" in why and "save the script in a file" in fix[0]
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=__file__, __spec__=None))
+    assert "not a file" not in explain_worker_crash.explain(1, memory(0), memory(0), 4, "spawn")[0]
+
+
 def test_a_worker_that_ends_before_it_has_received_a_large_dataset() -> None:
     died = explain_worker_crash.explain_start(BrokenPipeError(32, "Broken pipe"), "forkserver")
     assert isinstance(died, WorkerDied) and "if __name__ ==" in died.fix[0]

@@ -475,3 +475,17 @@ def test_the_first_calls_of_a_collate_function_do_not_count() -> None:
 
     found = measure([torch.zeros(1)] * 8, batch_size=4, collate_fn=collate)
     assert calls.count(4) > 6 and found.collate_seconds < 0.001
+
+
+def test_where_dummy_tensors_cannot_be_loaded_no_dataset_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(command: list[str], folder: Path, timeout: float) -> GuardedRun:
+        (folder / "output").write_text("ImportError: libtorch_cpu.so: cannot be read\n")
+        return GuardedRun(256, None, 0, 0, (), killed=False)
+
+    monkeypatch.setattr(measure_in_child, "run_guarded", fails)
+    with pytest.raises(DatasetFailed) as caught:
+        measure_in_child.try_named(
+            "", None, timeout=9, leaving=False, measured=None, own=None, known=False, sizes=[8], samples=8
+        )
+    told = str(caught.value)
+    assert "loading batches of dummy tensors" in told and "libtorch_cpu.so" in told and "import torch" in told

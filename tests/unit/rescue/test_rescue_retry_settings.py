@@ -155,6 +155,26 @@ def test_the_last_step_in_a_small_dev_shm_is_another_loader() -> None:
     )  # settings come first
 
 
+def test_where_settings_reach_no_flag_the_loader_comes_first() -> None:
+    found = replace(
+        command_settings(["bash", "train.sh"]),
+        changeable=frozenset({"num_workers", "prefetch_factor"}), only_environment=True, replaces_loader=True,
+    )  # fmt: skip
+    assert next_step(_v("shm-full"), found).changes == LoaderSettings(loader_kind="legroom")
+    assert next_step(_v("shm-full"), replace(found, replaces_loader=False)).changes.prefetch_factor == 1
+    assert next_step(_v("ram-oom-kill"), found).changes.prefetch_factor == 1
+
+
+@pytest.mark.parametrize("words", ["bash train.sh", "t --batch auto --accum_iter 1", "yolo train batch=-1"])
+def test_a_batch_size_that_is_not_known_is_told_apart_from_one_that_cannot_fall(words: str) -> None:
+    step = next_step(_v("gpu-oom"), command_settings(words.split()))
+    assert step.stop and "no batch size was recognized" in step.why and "--flag batch=--ITS-FLAG=16" in step.why
+    named = command_settings(words.split(), (NamedFlag("batch_size", "--b"),))  # without its value
+    assert "no batch size was recognized" in next_step(_v("gpu-oom"), named).why
+    known = command_settings(["t", "--batch", "1", "--accum_iter", "4"])
+    assert next_step(_v("gpu-oom"), known).why == "nothing is left to lower"
+
+
 def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
     found = command_settings(
         ["python", "t.py", "--batch", "32", "--num_workers", "4", "--prefetch_factor", "2", "--accum_iter", "1"]

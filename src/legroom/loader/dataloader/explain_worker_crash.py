@@ -6,8 +6,10 @@ batch, or in the middle of a training step, when the signal arrives.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -137,6 +139,13 @@ def explain(code: int, before: Memory, now: Memory, workers: int, method: str = 
         )
     if code == IMPORTED_MAIN and method != "fork":
         return _importing_main(method)
+    if method != "fork" and code == 1 and (script := _main_without_file()) is not None:
+        why = say("with start method {method!r}, a worker first imports the main script, and this one is not a file: "
+                  "{script}", method=method, script=script)  # fmt: skip
+        return why, (
+            say("save the script in a file, and run that"),
+            say("or, on Linux, pass multiprocessing_context='fork', which imports nothing"),
+        )
     if method != "fork" and code == 1:
         why = say("it failed while it was starting, or the dataset's code called exit(1). With start method "
                   "{method!r}, a worker imports the main script and unpickles the dataset first",
@@ -149,6 +158,15 @@ def explain(code: int, before: Memory, now: Memory, workers: int, method: str = 
         )  # fmt: skip
     why = say("the dataset, its transforms or worker_init_fn ended the process with status {code}", code=code)
     return why, (say("num_workers=0 shows where"),)
+
+
+def _main_without_file() -> str | None:
+    """The name that the main script has instead of a file: ``<stdin>``; None if workers can import it."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if script is None or getattr(main, "__spec__", None) is not None or os.path.exists(script):
+        return None
+    return str(script)
 
 
 def _what(pid: int | None, code: int) -> str:

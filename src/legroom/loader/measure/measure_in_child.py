@@ -360,11 +360,12 @@ def _result(name: str, timeout: float, ran: GuardedRun, folder: Path) -> LoaderT
     if error is None:
         how = say("unknown") if status is None else str(ExitStatus.of(status))
         lines = [say("the process ended before its first batch: {how}", how=how), *lines]
-    raise DatasetFailed(
-        say("loading batches from {name} with the DataLoader failed", name=name),
-        why="\n".join(line for line in lines if line),
-        fix=(say("first make one epoch of this DataLoader work by itself"),),
-    )
+    what = say("loading batches from {name} with the DataLoader failed", name=name)
+    fix = say("first make one epoch of this DataLoader work by itself")
+    if not name:  # the tensors are Legroom's own: what fails is torch, or the process that it runs in
+        what = say("loading batches of dummy tensors with the DataLoader failed")
+        fix = say("check whether torch works here:\n{command}", command="python -c 'import torch; torch.ones(1)'")
+    raise DatasetFailed(what, why="\n".join(line for line in lines if line), fix=(fix,))
 
 
 def _collected(found: LoaderTrial, ran: GuardedRun, notes: list[dict[str, Any]], *, tried: bool) -> int:
