@@ -91,6 +91,8 @@ class LongWaits:
 class Group:
     """The connection to the producer of a group; finds one, or starts one."""
 
+    _closable = False  # __init__ came far enough
+
     def __init__(
         self, recipe: Recipe, settings: Callable[[Any], dict[str, str]], *, patience: float, continuous: bool,
         gpu: GpuBatches | None = None,
@@ -123,8 +125,10 @@ class Group:
         # A message was read and is not done with: a batch that came is not returned yet, or never is.
         self.unsettled = False
         if self.unavailable is not None:
+            self._closable = True
             return
         self.files = GroupFiles(group_folder(), group_key(recipe.name, recipe.sampler, stream=recipe.stream))
+        self._closable = True
         lock = None if self._find() else self.files.stand_alone()
         try:
             if (lock is None and self.connection is None) or recipe.method != "fork":
@@ -279,8 +283,7 @@ class Group:
             self.files.remove_leftovers(_DYING_S)
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        begun = hasattr(self, "_failed_starts") and (self.unavailable is not None or hasattr(self, "files"))
-        if not at_exit() and begun and self.pid == os.getpid():
+        if not at_exit() and self._closable and self.pid == os.getpid():
             self.close()
 
     @property
