@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from batch_data import ROWS, flat, labels, plain
-from interrupted_loops import Interrupted, InterruptedAt
 
+from interrupted_loops import Interrupted, InterruptedAt
 from legroom.loader.batches import batch_iterator, cpu_gather
 from legroom.loader.batches.cpu_gather import HostGatherer
 from legroom.loader.batches.legroom_open import Data

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from interrupted_loops import Interrupted, InterruptedAt
 
 import legroom
+from interrupted_loops import Interrupted, InterruptedAt
 from legroom.errors import UsageError
 
 torch = pytest.importorskip("torch")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted_loops import Interrupted, InterruptedAt
 from stream_data import small_steps, write
 
 import legroom
+from interrupted_loops import Interrupted, InterruptedAt
 from legroom.loader.stream import parquet_row_groups, shard_and_shuffle, stream_dataset, stream_files
 
 FILES = [module.__file__ for module in (stream_dataset, shard_and_shuffle, parquet_row_groups, stream_files)]
