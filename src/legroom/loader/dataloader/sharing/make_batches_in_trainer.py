@@ -264,13 +264,13 @@ class OwnStream(_Workers):
             self.stop()
         batch = self._take(position, (position[0], position[1] + 1), state)
         of: Progress = self._inner._progress
-        return batch, (of.turn, of.workers)
+        return batch, stream_state(of)
 
     def state_after(self, state: StreamState | None, sent: tuple[int, bytes, int | None] | None) -> StreamState | None:
         """See the base class."""
         progress = self.new_progress((0, 0), state)
         progress.add_state(sent)
-        return progress.turn, progress.workers
+        return stream_state(progress)
 
     def start(self, position: Position, state: StreamState | None = None) -> None:
         """Start workers for the rest of an epoch, with the states that are known at this position."""
@@ -291,3 +291,8 @@ class OwnStream(_Workers):
 
 
 StreamState = tuple[int, Mapping[int, WorkerState]]  # whose turn it is; what is known of each worker
+
+
+def stream_state(progress: Progress) -> StreamState:
+    """What a stream continues with."""
+    return progress.turn, progress.workers

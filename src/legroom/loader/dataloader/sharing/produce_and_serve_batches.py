@@ -235,8 +235,7 @@ class Producer:
         recipe, head = self.recipe, self.window.head
         self.window.in_production = recipe.num_workers * (recipe.prefetch_factor or 2)
         if self.stream is not None:
-            progress = self.stream.progress
-            self.stream.start(head, (progress.turn, progress.workers))
+            self.stream.start(head, stream_state(self.stream.progress))
             self._epoch = self.stream.workers
         else:
             if self._loader is None:
