@@ -47,7 +47,6 @@ from functools import cache
 from typing import Any, Protocol
 
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.system.file_writes import MOST_PARTS
 from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.processes_and_threads import (
     MAP_FAILED,
@@ -413,23 +412,6 @@ def read_at(fd: int, view: memoryview, offset: int) -> int:
     data = os.pread(fd, len(view), offset)
     view[: len(data)] = data
     return len(data)
-
-
-def grouped(parts: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:
-    """Group the parts to about ``most`` bytes: writers to one file take turns, so fewer writes are better.
-
-    Larger groups would leave the core's cache before they are written.
-    """
-    group: list[memoryview] = []
-    size = 0
-    for part in parts:
-        if group and (size + len(part) > most or len(group) == MOST_PARTS):
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += len(part)
-    if group:
-        yield group
 
 
 _POLYNOMIAL = 0xEDB88320

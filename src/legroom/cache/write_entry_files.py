@@ -24,7 +24,7 @@ from legroom.cache import mapped_files_and_checksums, source_stamps_and_digests
 from legroom.cache.downloads_in_store import Fetched
 from legroom.cache.find_or_build_entry import OpenRequest
 from legroom.cache.manifest import Array, Table, stamp_of
-from legroom.cache.mapped_files_and_checksums import Part, grouped, interleaved, opened, read_at
+from legroom.cache.mapped_files_and_checksums import Part, interleaved, opened, read_at
 from legroom.cache.plan_entry_files import ArrayTarget, BuildPlan, Piece, SourceLayout, TableTarget, decoding_bytes
 from legroom.cache.source_stamps_and_digests import Source, source_changed_error, source_gone_error
 from legroom.cache.staging_directory import StagingDirectory
@@ -34,7 +34,7 @@ from legroom.errors import LegroomError
 from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.decoding_memory_budget import DecodingMemory
 from legroom.formats.file_reads_and_errors import wait_for_bytes, wrong_checksum
-from legroom.system.file_writes import WriteParts, write_all, write_parts, write_through
+from legroom.system.file_writes import WriteParts, grouped, write_all, write_parts, write_through
 from legroom.system.processes_and_threads import (
     lower_thread_priority,
     release_freed_memory,

@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from legroom.system.processes_and_threads import last_error, libc
 
@@ -43,12 +43,29 @@ def write_parts(fd: int, parts: Iterable[memoryview], offset: int) -> None:
 
 def write_through(fd: int, parts: Iterable[memoryview], offset: int) -> None:
     """Write several buffers one after the other at ``offset``; no more than a megabyte of them waits for the disk."""
+    pieces = (part[start : start + _PIECE] for part in parts for start in range(0, len(part), _PIECE))
+    for group in grouped(pieces, _PIECE):
+        length = sum(map(len, group))
+        write_parts(fd, group, offset)
+        write_back(fd, offset, length)
+        offset += length
+
+
+def grouped(parts: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:
+    """Group the parts to about ``most`` bytes: writers to one file take turns, so fewer writes are better.
+
+    Larger groups would leave the core's cache before they are written.
+    """
+    group: list[memoryview] = []
+    size = 0
     for part in parts:
-        for start in range(0, len(part), _PIECE):
-            piece = part[start : start + _PIECE]
-            write_all(fd, piece, offset)
-            write_back(fd, offset, len(piece))
-            offset += len(piece)
+        if group and (size + len(part) > most or len(group) == MOST_PARTS):
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part)
+    if group:
+        yield group
 
 
 def write_back(fd: int, offset: int = 0, length: int = 0) -> None:
@@ -72,14 +89,19 @@ class WrittenThrough:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._size = 0
+        self._size = self._there = 0  # bytes written, and those of them that the disk has
         self.closed = False
 
     def write(self, data: bytes | memoryview) -> int:
         """Append these bytes."""
         view = memoryview(data).cast("B")
-        write_through(self._fd, [view], self._size)
-        self._size += len(view)
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            write_all(self._fd, piece, self._size)
+            self._size += len(piece)
+            if self._size - self._there >= _PIECE:  # not after each of many small buffers
+                write_back(self._fd, self._there, self._size - self._there)
+                self._there = self._size
         return len(view)
 
     def tell(self) -> int:

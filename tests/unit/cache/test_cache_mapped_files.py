@@ -50,6 +50,6 @@ def test_without_pwritev_and_with_very_many_parts(tmp_path: Path, monkeypatch: p
 )
 def test_groups_of_about_a_buffer(sizes: list[int], groups: list[int]) -> None:
     parts = [memoryview(bytes(size)) for size in sizes]
-    found = list(mapped_files_and_checksums.grouped(iter(parts), write_entry_files._BUFFER))
+    found = list(file_writes.grouped(iter(parts), write_entry_files._BUFFER))
     assert [len(group) for group in found] == groups
     assert [part for group in found for part in group] == parts

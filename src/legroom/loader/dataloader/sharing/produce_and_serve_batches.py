@@ -35,7 +35,7 @@ from legroom.loader.dataloader.memory_slots import Slot
 from legroom.loader.dataloader.sharing.assign_copies_to_gpu import GpuRings
 from legroom.loader.dataloader.sharing.batch_window_and_late_joiners import Answer, MadeBatch, Window
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
-from legroom.loader.dataloader.sharing.make_batches_in_trainer import DEATHS, OwnStream, StreamState
+from legroom.loader.dataloader.sharing.make_batches_in_trainer import DEATHS, OwnStream, StreamState, stream_state
 from legroom.loader.dataloader.sharing.order_and_seed_of_each_batch import Endless, Orders, Position, SeededDataset
 from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
 from legroom.loader.dataloader.sharing.start_producer_process import Recipe, loader_class
