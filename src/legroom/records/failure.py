@@ -120,6 +120,7 @@ class Evidence:
     ram_peak: Level | None = None  # the kernel's peak of the job's cgroup; None: not recorded, or no higher
     ram_unseen: float | None = None  # seconds from the last sample of RAM to the end
     shm_at_end: Level | None = None  # read when the job ended
+    shm_unread: float = 0.0  # the longest time between two readings of /dev/shm in the last seconds
     loader_replaceable: bool = True  # False: it ran with Legroom's DataLoader already
     disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read until after the end; empty: none was read
     workers: bool | None = (

@@ -148,6 +148,7 @@ class EvidenceCollector:
             ram_peak=seen.ram_peak(),
             ram_unseen=seconds_unread(seen.history, "ram"),
             shm_at_end=shm_at_end,
+            shm_unread=seen.shm_unread(),
             disks=self.disks.finish(named=(*named_paths(log), *written_to)),
             full_before=dict(self.disks.full_before),
             workers=seen.victims.children or (None if seen.victims.client or seen.age < _WATCHED else False),

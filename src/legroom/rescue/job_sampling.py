@@ -64,6 +64,7 @@ _MOST_KEPT = 100
 _SHARE = 0.02  # of one core, for looking at new files
 _AGAIN = 1.0  # seconds until files without a known user are looked up again
 _LONGEST_COMMAND = 160
+_NEAR_END = 10.0  # seconds before the end in which a level counts
 _IDLE = 0.02  # of one core: polling loops use less, real work uses more
 _TICKS = 100
 
@@ -176,6 +177,8 @@ class JobSampler:
     _refaults: int | None = None
     _held: int = 0  # the cgroup's peak before the start: attempts share one cgroup
     _kept_shm: Level | None = None
+    _shm_read_at: float = 0.0
+    _shm_gaps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST))  # end and length
 
     def __post_init__(self) -> None:
         self.victims = OomVictims(self.host, self.cgroup)
@@ -208,9 +211,7 @@ class JobSampler:
         """Take a fast sample; also a slow one when it is due, which is returned."""
         self.victims.update(self.age, self.written())
         self.shm_files.update(self.pids)
-        shm = self.shm()
-        if shm is not None:
-            self._peak("shm", shm)
+        shm = self._next_shm()
         if self.clock() - self._slow_at >= self.slow_pause:
             self._slow_at = self.clock()
             reading = self._slow(shm)
@@ -223,12 +224,24 @@ class JobSampler:
     def sample_at_end(self) -> Level | None:
         """Sample /dev/shm and the counters when the job has ended."""
         self.victims.update(self.age, self.written())
-        shm = self.shm()
-        if shm is not None:
-            self._peak("shm", shm)
+        shm = self._next_shm()
         levels = {} if shm is None else {"shm": shm}
         self._keep(Reading(self.age, levels, self._swapped_back(), self.kills(), self._stalled()))
         return shm
+
+    def _next_shm(self) -> Level | None:
+        """/dev/shm now, as one of the samples."""
+        shm, now = self.shm(), self.age
+        if shm is not None:
+            self._peak("shm", shm)
+            self._shm_gaps.append((now, now - self._shm_read_at))
+            self._shm_read_at = now
+        return shm
+
+    def shm_unread(self) -> float:
+        """The longest time between two samples of /dev/shm in the last seconds: on a stalled machine, much may happen."""
+        since = self.age - _NEAR_END
+        return max((length for end, length in self._shm_gaps if end >= since), default=0.0)
 
     def shm(self) -> Level | None:
         """/dev/shm now."""

@@ -16,7 +16,7 @@ from legroom.records.failure import Cause, Evidence, RuleResult, Sign, exit_line
 from legroom.records.machine import Level
 from legroom.rescue.failure_message_patterns import SHORTAGES
 from legroom.rescue.find_failures_in_log import WINDOW, Signs, context, quoted_line
-from legroom.units import format_size
+from legroom.units import format_duration, format_size
 
 FULL = 0.9  # a pool this full has no space for the next batch
 GREW = 0.5  # half full at a sample, and a bus error right after
@@ -424,6 +424,7 @@ def _gpus(evidence: Evidence) -> list[tuple[str, Level]]:
 
 _SIGBUS = 7
 _NEAR = 10.0  # seconds before the end in which a level of /dev/shm counts
+_UNREAD = 0.3  # seconds between two readings of /dev/shm, in which it may have been full; they are 0.1 s apart at most
 _CAUSES: tuple[Cause, ...] = ("shm-full", "disk-full", "not-memory")
 
 
@@ -434,15 +435,15 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if not hit and sign is None:
         return None
     lines = [quoted_line(sign)] if sign else []
-    level = fullest_shm(evidence)
+    level, disks = fullest_shm(evidence), full_disks(evidence)
     if not evidence.live or level is None:
         lines.append(say("/dev/shm usage is unknown; a truncated memory-mapped file causes the same error"))
-        # In a DataLoader worker it usually is /dev/shm.
-        if signs.text("worker-bus"):
-            return RuleResult("shm-full", 0.7, tuple(lines), likely=_CAUSES)
-        return unknown(tuple(lines), *_CAUSES)
+        return _bus_of_unknown_cause(signs, lines)
     lines.append(level_line(say("/dev/shm peak"), level))
-    disks = full_disks(evidence)
+    if level.share < GREW and evidence.shm_unread > _UNREAD and not disks:
+        unread = format_duration(evidence.shm_unread)
+        lines.append(say("/dev/shm was not read for {seconds}, and may have been full then", seconds=unread))
+        return _bus_of_unknown_cause(signs, lines)
     lines += [level_line(path, one) for path, one in disks.items()]
     near = _shm_near_end(evidence)
     if near is not None and near.share >= FULL:
@@ -461,6 +462,12 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     summary = say("bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use.")
     likely: tuple[Cause, ...] = ("not-memory", "disk-full")
     return RuleResult("not-memory", 0.65, tuple(lines), summary=summary, likely=likely)
+
+
+def _bus_of_unknown_cause(signs: Signs, lines: list[str]) -> RuleResult:
+    if signs.text("worker-bus"):  # in a DataLoader worker it usually is /dev/shm
+        return RuleResult("shm-full", 0.7, tuple(lines), likely=_CAUSES)
+    return unknown(tuple(lines), *_CAUSES)
 
 
 def _shm_near_end(evidence: Evidence) -> Level | None:

@@ -77,6 +77,22 @@ def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
     assert readings.peaks["shm"] == Level(60 * MB, 64 * MB)
     assert readings.history[-1].when == 19_999
     assert readings.pause > 0.05  # an old run is looked at less often
+    assert readings.shm_unread() == 1.0
+
+
+def test_the_longest_time_without_a_reading_of_dev_shm_near_the_end_is_known(tmp_path: Path) -> None:
+    clock = [0.0]
+    sampler = JobSampler(Host(root=tmp_path), JobCgroup(None, None, False), list, clock=lambda: clock[0])
+    sampler.begin()
+    assert sampler.shm_unread() == 0.0
+    for clock[0] in (0.1, 0.2, 1.5, 1.6):
+        sampler.sample()
+    sampler.sample_at_end()
+    assert sampler.shm_unread() == pytest.approx(1.3)
+    for tenth in range(17, 130):
+        clock[0] = tenth / 10
+        sampler.sample()
+    assert sampler.shm_unread() == pytest.approx(0.1)  # it was long before the end
 
 
 class _Disks(Host):

@@ -388,6 +388,18 @@ def test_what_torch_supposes_of_a_bus_error_does_not_outweigh_what_was_measured(
     assert _verdict(text=WORKER_BUS)[1] < 0.8
 
 
+def test_a_level_that_was_not_read_for_a_while_does_not_outweigh_a_bus_error() -> None:
+    known = {"peaks": {"shm": Level(0, 64 * MB)}, "disks": {"/data": Level(1, 100)}}
+    for unread, cause in ((0.1, "not-memory"), (0.8, "shm-full")):
+        found = _verdict(ending=ExitStatus(1), text=WORKER_BUS, **known, shm_unread=unread)
+        assert found[0] == cause and found[1] < 0.8
+    alone = classify(Evidence(ending=ExitStatus(signal=7), **known, shm_unread=0.8))
+    assert alone.cause == "unknown" and alone.likely[0].cause == "shm-full"
+    assert any("not read for 800 ms" in line for line in alone.evidence)
+    full = {**known, "disks": {"/data": Level(100, 100)}}
+    assert _verdict(ending=ExitStatus(1), text=WORKER_BUS, **full, shm_unread=0.8)[0] == "disk-full"
+
+
 def test_a_full_dev_shm_that_was_freed_long_before_a_bus_error_makes_it_unsure() -> None:
     empty, full = Level(0, 64 * MB), Level(64 * MB, 64 * MB)
     readings = (Reading(1.0, {"shm": full}), Reading(500.0, {"shm": empty}))
