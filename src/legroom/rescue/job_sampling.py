@@ -239,7 +239,7 @@ class JobSampler:
         return shm
 
     def shm_unread(self) -> float:
-        """The longest time between two samples of /dev/shm in the last seconds: on a stalled machine, much may happen."""
+        """The longest time between two samples of /dev/shm in the last seconds."""
         since = self.age - _NEAR_END
         return max((length for end, length in self._shm_gaps if end >= since), default=0.0)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.cache import mapped_files_and_checksums, write_entry_files
+from legroom.cache import write_entry_files
 from legroom.system import file_writes
 
 

@@ -82,6 +82,7 @@ def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
 
 def test_the_longest_time_without_a_reading_of_dev_shm_near_the_end_is_known(tmp_path: Path) -> None:
     clock = [0.0]
+    (tmp_path / "dev/shm").mkdir(parents=True)
     sampler = JobSampler(Host(root=tmp_path), JobCgroup(None, None, False), list, clock=lambda: clock[0])
     sampler.begin()
     assert sampler.shm_unread() == 0.0
