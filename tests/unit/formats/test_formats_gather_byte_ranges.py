@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.cache.mapped_files_and_checksums import grouped
 from legroom.formats.decoding_memory_budget import UNLIMITED, Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 from legroom.formats.gather_byte_ranges import GrowingMemory, gather_ranges, rows_between, slabs_of_rows
+from legroom.system.file_writes import grouped
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from archive_samples import image_folder, mds, mds_sample, write_mds, write_tar
