@@ -78,7 +78,9 @@ def test_a_memory_cgroup_that_is_just_large_enough_for_one_window() -> None:
 
 
 @pytest.mark.real("cgroup")
-@pytest.mark.load_sensitive(reason="at its limit, the kernel may reclaim and read the libraries' pages again for minutes")
+@pytest.mark.load_sensitive(
+    reason="at its limit, the kernel may reclaim and read the libraries' pages again for minutes"
+)
 @pytest.mark.usefixtures("own_stores")
 @pytest.mark.parametrize("megabytes", [270, 360])
 def test_in_a_memory_cgroup_that_is_too_small_a_trainer_gets_an_error_with_figures(megabytes: int) -> None:
