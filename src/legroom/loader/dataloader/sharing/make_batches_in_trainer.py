@@ -84,7 +84,7 @@ class _Workers:
         while True:
             if self._inner is None:
                 self.start(position, state)
-            self._next = after  # before it is taken: whoever is interrupted and asks for it again starts workers there
+            self._next = after  # before it is taken: after an interruption, workers start again at this batch
             try:
                 return next(self._inner)
             except WorkerDied:
